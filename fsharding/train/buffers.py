@@ -1,4 +1,4 @@
-"""Buffers of a state after a step: the values of one rank on all of them, in memory of their own."""
+"""Buffers of a state after a step: the first rank's values on every rank, in new memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _WORD = torch.int64.itemsize
 
 @public
 def sync_buffers(buffers: Buffers, mesh: Mesh) -> Buffers:
-    """Copy the buffers of the first rank of a mesh to all of its ranks, as torch's DDP does. Collective.
+    """Copy the buffers of a mesh's first rank to all of its ranks, as torch's DDP does. Collective.
 
-    A train step does this at its end, since the statistics of each rank are of its own rows. What is the same on all
-    ranks, such as sums over data ranks that `nn.SyncBatchNorm` takes, stays as it is.
+    Every train step ends with this, because each rank computes statistics of its own rows. Buffers that are equal on
+    all ranks already, such as those of `nn.SyncBatchNorm`, don't change.
 
     Args:
-        buffers: plain tensors by name, with the same names, shapes and dtypes on every rank.
-        mesh: of the state.
+        buffers: Plain tensors by name, with the same names, shapes and dtypes on every rank.
+        mesh: Mesh of the state.
 
     Returns:
-        New tensors, equal in every bit on all ranks.
+        New tensors, bitwise identical on all ranks.
 
     Example:
         >>> fs.sync_buffers({"mean": torch.ones(2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -47,6 +47,7 @@ def sync_buffers(buffers: Buffers, mesh: Mesh) -> Buffers:
     rows = [_bytes_of(buffers[name]) for name in names]
     size = sum(len(row) for row in rows)
     flat = torch.zeros(math.ceil(size / _WORD) * _WORD, dtype=torch.uint8, device=rows[0].device)
+    # A sum of int64 in which all ranks but the first have zeros: it is exact, unlike one of floats (-0.0, NaN bits).
     if group.index == 0:
         torch.cat(rows, out=flat[:size])
     with naming_lost("fs.sync_buffers", mesh):
@@ -57,9 +58,10 @@ def sync_buffers(buffers: Buffers, mesh: Mesh) -> Buffers:
 
 
 def _bytes_of(x: Tensor) -> Tensor:
+    """View a tensor as bytes; a contiguous one isn't copied."""
     return x.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _tensor_of(part: Tensor, like: Tensor) -> Tensor:
-    """A tensor of bytes that may be the transport's; its copy begins at a multiple of any item's size."""
+    """Copy bytes, which may be in memory of the transport, to a tensor whose address is aligned for any dtype."""
     return part.clone().view(like.dtype).view(like.shape)

@@ -1,16 +1,13 @@
-"""`capture`: a whole train step as one graph of a device, which the host starts with one call.
-
-In: a step that reads nothing, a state, a batch. Out: a function with the step's signature that copies the batch into
-memory of the graph, and runs it again there. State and batch live in static memory; the returned state is that memory.
+"""`capture`: a train step recorded as one device graph. State and batch are in the graph's static memory.
 
     capture    copy the state; step once on the copy, so that counts move to the device and ranks have agreed
                step once more, which fills the pool of buffers
                trace two steps: the same operations, no host reads      (else refused, with the line)
-               warm up on a stream beside; record: judge, update, copy the new state to where the old one is
+               warm up on a side stream; record: judge, update, copy the new state over the old one
     call       raise if the previous step was refused; copy state and batch to static memory, unless they are there
-               set the bit of fs.preemption; replay; return the state, and metrics in memory of their own
+               set the bit of fs.preemption; replay; return the state, and metrics in new memory
 
-Guarantee: a captured step gives the states and metrics of the step itself, in every bit.
+Guarantee: a captured step returns the states and metrics of the step itself, bit for bit.
 """
 
 from __future__ import annotations
@@ -50,14 +47,14 @@ T = TypeVar("T")
 
 _NAME = "fs.capture"
 _WARM_UPS = 2
-"""Steps before the one that is recorded, in which kernels are chosen, workspaces made and communicators started."""
+"""Steps before the recorded one, in which kernels are chosen, workspaces made and communicators started."""
 
 
 class StepGraph(Protocol):
-    """Operations that are recorded once and run again, on the tensors that they were recorded with."""
+    """Operations that are recorded once and replayed on the same tensors."""
 
     def warm_up(self, run: Callable[[], T]) -> T:
-        """Runs a function as it will be recorded."""
+        """Run a function under the conditions of recording."""
         ...
 
     def record(self, run: Callable[[], T]) -> T:
@@ -65,7 +62,7 @@ class StepGraph(Protocol):
         ...
 
     def replay(self) -> None:
-        """Carries them out, in order with what else the caller does on the device."""
+        """Run the recorded operations, ordered with other work of the caller on the device."""
         ...
 
 
@@ -77,7 +74,7 @@ class DeviceGraph:
         self._graph = devices.new_graph(device)
 
     def warm_up(self, run: Callable[[], T]) -> T:
-        """See `StepGraph`: on the stream on which it is recorded."""
+        """See `StepGraph`: on the recording stream."""
         current = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(current)
         with devices.on_stream(self._stream):
@@ -86,7 +83,7 @@ class DeviceGraph:
         return result
 
     def record(self, run: Callable[[], T]) -> T:
-        """See `StepGraph`: nothing is carried out."""
+        """See `StepGraph`: nothing runs."""
         with devices.recording(self._graph, self._stream):
             return run()
 
@@ -96,25 +93,24 @@ class DeviceGraph:
 
 
 class _Recorded(NamedTuple):
-    """The results of a recorded step, in memory of its graph."""
+    """Results of a recorded step, in the graph's memory."""
 
-    numbers: Tensor  # loss, norm, count, 1 where the step does not count, and, if experts drop, how many (float32)
-    code: Tensor  # the verdict (int64, 0-d)
-    stops: Tensor  # how many ranks want to stop (float64, 0-d)
-    refusal: Callable[[int], FshardingError]  # makes an error by the code of the verdict
-    aux: tuple[Any, ...]  # of the loss function
+    numbers: Tensor  # loss, norm, count, 1 if the step is skipped, and drops of experts, if any (float32)
+    code: Tensor  # verdict (int64, 0-d)
+    stops: Tensor  # number of ranks that want to stop (float64, 0-d)
+    refusal: Callable[[int], FshardingError]  # makes the error for a verdict
+    aux: tuple[Any, ...]
 
 
 class CapturedStep:
-    """A step that was captured: `captured(state, batch) -> (state, metrics)`, made by `capture`."""
+    """A captured step: `captured(state, batch) -> (state, metrics)`, made by `capture`."""
 
     # The returned state is the graph's static memory: the next call takes it as its argument, donates it and overwrites
     # it. A different state in this layout is copied to that memory and donated as well. Loss, norm, count and
-    # `skipped` of the metrics are copies; aux is the graph's own memory, too.
-
-    # `_state` and `_batch` are the static memory that the graph reads, and `_state` is what it writes; `_stop` is this
-    # rank's bit of `fs.preemption`. `_unchecked` is the verdict on the last call, until the next has looked at it, and
-    # `_last` the state that it returned: donated by the next call, whether that gets it or another one.
+    # `skipped` of the metrics are copies; aux is in the graph's memory, too.
+    # The graph reads `_state`, `_batch` and `_stop` (this rank's bit of `fs.preemption`), and writes `_state`.
+    # `_unchecked` is the verdict on the last call until the next one has read it. `_last` is the state that the last
+    # call returned: the next one donates it, whichever state it gets.
 
     def __init__(self, plan: StepPlan, state: TrainState, batch: Tree, stop: Tensor) -> None:
         self._plan = plan
@@ -127,12 +123,12 @@ class CapturedStep:
         self._last: weakref.ref[TrainState] | None = None
 
     def __repr__(self) -> str:
-        """The layout that it is for, without numbers."""
+        """Show strategy and mesh."""
         layout = self._state.layout
         return f"CapturedStep({layout.strategy} on mesh {abstract(layout.mesh)})"
 
     def record(self, step: TrainStep, graph: StepGraph) -> None:
-        """Records a step on the static memory. Collective."""
+        """Record a step on the static memory. Collective."""
         run = functools.partial(_run, step, self._plan, self._state, self._batch, self._stop)
         for _ in range(_WARM_UPS):
             graph.warm_up(run)
@@ -152,7 +148,7 @@ class CapturedStep:
             refuse_changed(state)
             if state.layout is not self._state.layout and state.layout != self._state.layout:
                 mend = "Capture it again with this state: fs.capture(step, state, batch)."
-                raise LayoutError(message("got a state in another layout.", mend=mend))
+                raise LayoutError(message("got a state in a different layout.", mend=mend))
             self._plan.check(state)
             self._take(state, batch)
             self._graph.replay()
@@ -163,26 +159,27 @@ class CapturedStep:
         return self._result(state.donate().key)
 
     def _take(self, state: TrainState, batch: Tree) -> None:
-        """Copies a state and a batch into the static memory, where they are not there already."""
+        """Copy a state and a batch to the static memory, except for leaves that are there already."""
         own, spec = tree.flatten(self._batch)
         given = tree.flatten_up_to(spec, batch, ("the batch of fs.capture", "batch"))
         rows = [
-            f"{path} is {_kind(x)}, where {_kind(y)} was captured"
+            f"{path} is {_kind(x)}; {_kind(y)} was captured"
             for path, x, y in zip(tree.paths(self._batch), given, own, strict=True)
             if _kind(x) != _kind(y)
         ]
         if rows:
-            mend = "Give batches of one kind, padded where they are shorter, or capture the step again."
-            raise BatchError(message("got another batch than it was captured with.", rows, mend))
+            mend = "Pass batches of the same shapes and dtypes, padded if they are shorter, or capture the step again."
+            raise BatchError(message("got a batch that differs from the captured one.", rows, mend))
+        # The key is a constant of the graph: the host reads it when steps are recorded.
         if state.key.tolist() != self._state.key.tolist():
             mend = "Capture it again with this state: fs.capture(step, state, batch)."
-            raise ArgumentError(message("got a state with another key: the graph has its own.", mend=mend))
+            raise ArgumentError(message("got a state with a different key: the graph has its own.", mend=mend))
         _copy_state(self._state, state)
         _copy(own, given)
         self._stop.fill_(float(preemption.pending()))
 
     def _result(self, key: Tensor) -> tuple[TrainState, Metrics]:
-        """The state and the metrics of what was replayed."""
+        """Return the state and the metrics of a replay."""
         assert self._recorded is not None
         numbers, code, stops, refusal, aux = self._recorded
         preemption.agree(stops)
@@ -201,7 +198,7 @@ def _kind(x: Any) -> str:
 
 
 def _run(step: TrainStep, plan: StepPlan, static: TrainState, batch: Tree, bit: Tensor) -> _Recorded:
-    """A step on static memory, whose new state is copied to where the old one was."""
+    """Run a step on static memory, and copy the new state over the old one."""
     agreement = step.agreement(plan, static, batch, bit)
     verdict = step.judge(plan, static, batch, agreement)
     stops = agreement.stops(verdict.loss.device)
@@ -214,7 +211,7 @@ def _run(step: TrainStep, plan: StepPlan, static: TrainState, batch: Tree, bit: 
 
 
 def _copy_state(static: TrainState, state: TrainState) -> None:
-    """Copies all leaves of a state but its key."""
+    """Copy all leaves of a state except its key."""
     own, spec = tree.flatten(_fields(static))
     given = tree.flatten_up_to(spec, _fields(state), ("the captured state", "state"))
     pairs = [(a, b) for a, b in zip(own, given, strict=True) if isinstance(a, Tensor)]
@@ -222,12 +219,12 @@ def _copy_state(static: TrainState, state: TrainState) -> None:
 
 
 def _fields(state: TrainState) -> dict[str, Any]:
-    """All of a state that a step computes with. The key is the host's alone, and the same from step to step."""
+    """Return the fields that a step reads on the device: all but the key, which is constant and read by the host."""
     return {name: getattr(state, name) for name in STATE_FIELDS if name != "key"}
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies tensors to where they are not yet, without waiting for it."""
+    """Copy tensors without waiting, except for those that are the target itself."""
     with torch.no_grad():
         for to, x in zip(targets, sources, strict=True):
             if to.device != x.device or not _compat.is_same_view(to, x):
@@ -237,33 +234,34 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 # ------------------------------------------------------------------------------------------------------------- capture
 @public
 def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
-    """Captures a whole train step as one graph of the device. Collective.
+    """Capture a train step as one device graph (a CUDA graph), which the host launches with one call. Collective.
 
-    A graph is started by one call of the host, whatever the number of kernels in it, so a step whose kernels are short
-    no longer waits for Python. Any strategy, precision, and number of microbatches can be captured; the state that is
-    given stays as it is. Steps that are captured have to issue the same operations in every call, and the host must
-    read nothing of the device: a loss function with `if x.item()`, with shapes that depend on values, or with normal
-    draws under its `key`, which come from the host, is refused with the line. Everything else of Python in a loss
-    function is done once, when it is captured.
+    A captured step doesn't wait for Python, however short its kernels are. Losses and states are bitwise identical to
+    the step's. Any strategy, precision and number of microbatches can be captured. Every call must run the same
+    operations, and the host must not read the device: `if x.item()`, shapes that depend on values, and normal draws
+    from `key` (made on the host) are refused with the line. Other Python code in the loss function runs only once.
 
     Args:
-        step: of `make_train_step`, with `check="async"`, the default on CUDA.
-        state: a state for it. The graph keeps a copy, so both take memory until the first call donates this one.
-        batch: this rank's part, as all later ones will be.
+        step: A step of `make_train_step` with `check="async"`, the default on CUDA.
+        state: State for this step; it isn't changed. The graph keeps a copy, so memory holds both until the first call.
+        batch: This rank's part of a batch; later batches must have the same shapes and dtypes.
 
     Returns:
-        The captured step: `state, metrics = captured(state, batch)`. The state that it is given is donated, also where
-        the step was made without `donate`. The state that it returns lives in memory of the graph: the next call
-        overwrites it, so copy, save or print it before. Metrics have memory of their own, but for aux.
+        A function `captured(state, batch) -> (state, metrics)` that donates its state, even if the step doesn't. The
+        returned state is in the graph's memory and is overwritten by the next call: copy, save or print it before.
+        Metrics are in new memory, except aux.
 
     Raises:
-        ArgumentError: no step of `make_train_step`, or no state.
-        ConfigError: the state is on a device that records no graphs, such as a CPU; the step was made with
-            `check="sync"`; or the layout keeps more than moments on the host, or them without `donate=True`.
-        TransformError: the host reads the device, takes tensors of its own to it, or two calls have other operations.
-        RankError: a rank is gone.
-        From the captured step: `ArgumentError` for a state with another key, `LayoutError` for one in another layout,
-            `BatchError` for a batch with other leaves, and else what the step itself raises with `check="async"`.
+        ArgumentError: `step` isn't from `make_train_step`, or `state` isn't a `TrainState`.
+        ConfigError: The device records no graphs (a CPU), the step has `check="sync"`, or the layout keeps more than
+            moments on the host, or keeps them there without `donate=True`.
+        TransformError: The host reads the device, host tensors are copied to it, or two calls run different operations.
+        RankError: A rank exited.
+
+    The captured step raises:
+        ArgumentError, LayoutError: The state has a different key, or a different layout.
+        BatchError: The batch has different shapes or dtypes.
+        FshardingError: Any error of the step itself with `check="async"`.
 
     Example:
         >>> def loss(params, batch):
@@ -281,34 +279,34 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     if not devices.records_graphs(device.type):
         rule = f"needs a device that records graphs, such as CUDA; this state is on {device.type}."
         mend = (
-            "There are no graphs elsewhere: call the step itself. fs.testing.assert_capturable(step, state, batch) says"
-            " on any device whether it could be captured."
+            "Call the step itself here. fs.testing.assert_capturable(step, state, batch) checks on any device whether"
+            " it could be captured."
         )
         raise ConfigError(message(rule, mend=mend))
     return captured(step, state, batch, DeviceGraph(device))
 
 
 def captured(step: TrainStep, state: TrainState, batch: Tree, graph: StepGraph) -> CapturedStep:
-    """Captures a step in a graph of any kind; see `capture`."""
+    """Capture a step in a given graph; see `capture`."""
     result = _prepared(step, state, batch)
     result.record(step, graph)
     return result
 
 
 def refuse_host_work(step: TrainStep, state: TrainState, batch: Tree) -> None:
-    """Refuses a step that cannot be captured, on any device. Collective."""
+    """Refuse a step that can't be captured, on any device. Collective."""
     _check(step, state)
     _prepared(step, state, batch)
 
 
 def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
-    """Static memory, and a step that was tried on it."""
+    """Make the static memory, and try the step on it."""
     with naming_lost(_NAME, state.layout.mesh):
         plan = step.plan_of(state, batch)
         if plan.check_now:
             mend = 'Make it with fs.make_train_step(..., check="async"), which reads nothing.'
             raise ConfigError(message('cannot capture a step with check="sync".', mend=mend))
-        # This call moves what the host has counted so far to the device.
+        # This call moves counts of the host, such as `state.step`, to the device.
         static, metrics = step(state.replace(**tree.map(copied, _fields(state))), batch)
         for x in tree.leaves(static.opt_state):
             keep_in_place(_compat.local_tensor(x) if isinstance(x, DTensor) else x)
@@ -319,20 +317,20 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
         own = tree.map(torch.clone, batch)
         bit = torch.zeros((), dtype=torch.float64, device=metrics.loss.device)
         run = functools.partial(_run, step, plan, static, own, bit)
-        run()  # The first call makes the buffers of the pool; all later ones take them again.
+        run()  # the first call makes the buffers of the pool; all later ones reuse them
         check_operations(run)
     return CapturedStep(plan, static, own, bit)
 
 
 def _check(step: Any, state: Any) -> None:
     if not isinstance(step, TrainStep):
-        mend = "Give the step itself, with a state and a batch: fs.capture(step, state, batch)."
+        mend = "Pass the step itself, with a state and a batch: fs.capture(step, state, batch)."
         raise refuse("a step of fs.make_train_step", step, mend)
     if not isinstance(state, TrainState):
-        raise refuse("a TrainState", state, "Give a state and a batch: fs.capture(step, state, batch).")
+        raise refuse("a TrainState", state, "Pass a state and a batch: fs.capture(step, state, batch).")
     away = [choice for choice in state.layout.strategy.memory if choice.kind != HERE]
     if rows := [str(choice) for choice in away if choice.role != "moments" or choice.tier.can_fail]:
-        mend = "A graph copies moments from and to the host; keep the rest on the device, or call the step itself."
+        mend = "Keep everything but moments on the device, or call the step itself."
         raise ConfigError(message("cannot capture a step in which the host waits for copies.", rows, mend))
     if away and not step.donates:
         mend = "Make it with fs.make_train_step(..., donate=True): a graph copies to the memory that it copies from."

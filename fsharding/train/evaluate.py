@@ -1,4 +1,4 @@
-"""`evaluate`: the loss of parameters on a batch, forward only; a train step on them has the same loss."""
+"""`evaluate`: the loss of parameters on a batch, forward only, with the bits of a train step's loss."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = ["Evaluate", "evaluate"]
 
 
 class Evaluate(Protocol):
-    """The type of the function that `evaluate` returns."""
+    """Type of the function that `evaluate` returns."""
 
     def __call__(self, params: Tree | TrainState, batch: Tree) -> Any:
-        """The global `Loss`; with `has_aux`, `(loss, aux of each microbatch)`."""
+        """Return the global `Loss`; with `has_aux`, `(loss, aux of each microbatch)`."""
         ...
 
 
@@ -49,36 +49,36 @@ def evaluate(
     precision: Precision | None = None,
     has_aux: bool = False,
 ) -> Evaluate:
-    """Makes a function that computes a loss without gradients.
+    """Make a function that computes the global loss of a batch without gradients.
+
+    Functionalized modules run in eval mode, as after `module.eval()`, and need no `random_key`. A loss function with a
+    parameter `key` gets None, so that `fs.random.dropout` does nothing; with `buffers` it gets the state's.
 
     Args:
-        model: a loss function `(params, batch) -> (sum, count)`, or a `Model`. Functionalized modules run in eval mode
-            inside, as after `module.eval()`, and need no `random_key`. A loss function with a parameter `key` gets
-            None, so that `fs.random.dropout` changes nothing; one with a parameter `buffers` gets those of the state.
-        microbatches: equal pieces of this rank's batch, computed one after the other.
-        schedule: as in `make_train_step`; only its forwards run.
-        precision: dtypes of compute and wire; by default the state's, float32 for parameters alone.
-        has_aux: the loss function returns `(loss, aux)`.
+        model: A `Model`, or a loss function `(params, batch) -> (sum, count)`.
+        microbatches: Number of equal parts of this rank's batch, computed one after the other. Default: 1.
+        schedule: Pipeline schedule, as in `StepOptions`; only its forwards run.
+        precision: Dtypes of compute and communication. Default: the state's; float32 without a state.
+        has_aux: Whether the loss function returns `(loss, aux)`. Default: False.
 
     Returns:
-        A function `(params, batch) -> Loss`, with the sum of the losses of all data ranks and their count, float32 and
-        0-d; with `has_aux` `(Loss, (aux of each microbatch,))`. It takes parameters, or a whole `TrainState`.
+        A function `(params, batch) -> Loss`, collective over the mesh: sum and count over all data ranks (float32,
+        0-d). With `has_aux`, `(Loss, (aux of each microbatch,))`. `params` is a tree of parameters or a `TrainState`.
 
     Raises:
-        ArgumentError: no `Model` and no function of two arguments; or parameters without their state on a mesh with
-            `pp`, or for a loss function that takes buffers.
-        ConfigError: fewer than 1 microbatch; `has_aux` with a `Model`; a `Model` on an axis that it does not use.
-        ScheduleError: a loss function that is no `Model` on a mesh with `pp`.
-        BatchError: a leaf of the batch isn't a tensor, or cannot be split into microbatches.
-        NonFiniteError: an expert got more tokens than its capacity has room for. A count on a device is not read: then
-            the mean is NaN.
-        TransformError: the loss function calls `scale` of a `GradScaler`, or the loss is not 0-d floating point.
-        RankError: another rank is gone.
+        ArgumentError: `model` is neither a `Model` nor a function of two arguments, or a state is needed (on a mesh
+            with `pp`, or for buffers) and only parameters are given.
+        ConfigError: `microbatches` is below 1, `has_aux` is given with a `Model`, or the mesh has an axis that the
+            `Model` doesn't use.
+        ScheduleError: A loss function is used on a mesh with `pp`.
+        BatchError: A leaf of the batch isn't a tensor, or can't be split.
+        NonFiniteError: An expert got more tokens than its capacity. On a device the count isn't read: the mean is NaN.
+        TransformError: The loss isn't a 0-d floating point tensor, or is scaled by a `GradScaler`.
+        RankError: A rank exited.
 
     Example:
-        >>> def loss(params, batch, key=None):
-        ...     x = fs.random.dropout(batch["x"], 0.5, key)  # a train step draws a key, evaluation does not
-        ...     error = x @ fs.gather_unit(params)["w"] - batch["y"]
+        >>> def loss(params, batch, key=None):  # `key` is random in a train step, None in evaluation
+        ...     error = fs.random.dropout(batch["x"], 0.5, key) @ fs.gather_unit(params)["w"] - batch["y"]
         ...     return fs.Loss(error.square().sum(), error.numel())
         >>> init = lambda key: {"w": fs.random.ones((4,))}
         >>> state, step = fs.setup(init, loss, fs.sgd(0.1), fs.random.key(0))
@@ -103,21 +103,21 @@ def evaluate(
         values = params if state is None else state.params
         dtypes = precision or (FP32 if state is None else state.layout.in_flight(state.layout.precision))
         key = None if state is None else rounding_key(state.key, state.step, state.layout)
-        pieces = split_batch(batch, microbatches)
+        parts = split_batch(batch, microbatches)
         mesh = _mesh_of(values)
         if mesh is not None and abstract(mesh).axis_size("pp") > 1:
             _refuse_pipeline(state, is_model)
             assert state is not None and staged is not None
             with evaluating():
-                return _refuse_full(staged(state, pieces, dtypes, key))
+                return _refuse_full(staged(state, parts, dtypes, key))
         if is_model and state is not None:
             refuse_model(model, state.layout)
         if loss_fn.takes_buffers and state is None:
             rule = "got parameters alone for a loss function that takes buffers."
-            mend = "Give the whole state, which has them: fs.evaluate(loss_fn)(state, batch)."
+            mend = "Pass the state, which has them: fs.evaluate(loss_fn)(state, batch)."
             raise ArgumentError(message(rule, mend=mend))
         fn = loss_fn.bound({} if state is None else loss_fn.buffers(state))
-        total, auxes = _sum_of_pieces(fn, values, pieces, dtypes, key)
+        total, auxes = _sum_of_parts(fn, values, parts, dtypes, key)
         return (total, auxes) if has_aux else total
 
     return run
@@ -125,7 +125,7 @@ def evaluate(
 
 def _check_arguments(model: Any, microbatches: Any, has_aux: bool) -> None:
     if isinstance(model, TrainStep):
-        mend = "Give the loss function or the Model that the step was made from: fs.evaluate(loss_fn)(state, batch)."
+        mend = "Pass the loss function or Model that the step was made from: fs.evaluate(loss_fn)(state, batch)."
         raise refuse("a Model, or a loss function (params, batch)", model, mend)
     check_model(model, has_aux=has_aux)
     if not hasattr(model, "block"):
@@ -133,27 +133,28 @@ def _check_arguments(model: Any, microbatches: Any, has_aux: bool) -> None:
     StepSettings(microbatches).refuse_wrong()
 
 
-def _sum_of_pieces(
-    fn: Callable[[Tree, Tree], Any], params: Tree, pieces: list[Tree], precision: Precision, key: Tensor | None
+def _sum_of_parts(
+    fn: Callable[[Tree, Tree], Any], params: Tree, parts: list[Tree], precision: Precision, key: Tensor | None
 ) -> tuple[Loss, tuple[Any, ...]]:
     """Evaluate microbatches one by one; return the sum of their losses, and the aux of each."""
     losses: list[Loss] = []
     auxes: list[Any] = []
-    for piece in pieces:
+    for part in parts:
         with evaluating():
-            loss, beside = global_loss(fn, params, (piece,), has_aux=True, precision=precision, key=key)
+            loss, beside = global_loss(fn, params, (part,), has_aux=True, precision=precision, key=key)
         losses.append(loss)
         auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux))
+    # Stacked and summed as in a train step, so that the bits are the same.
     counts = [torch.as_tensor(x.count) for x in losses]
     total = Loss(without_gradients(torch.stack([x.sum for x in losses]).sum()), torch.stack(counts).sum())
     return _refuse_full(total), tuple(auxes)
 
 
 def _refuse_full(loss: Loss) -> Loss:
-    """Refuses a loss without all tokens; a count on a device is not read, and its mean is NaN."""
+    """Refuse a loss that lacks tokens of full experts; a count on a device isn't read, and its mean is NaN."""
     count = torch.as_tensor(loss.count)
     if count.is_cpu and not _compat.is_fake(count) and is_full(float(count)):
-        mend = "Raise capacity=, or drop what has no room: Experts(capacity=..., drop=True)."
+        mend = "Raise capacity=, or drop the excess tokens: Experts(capacity=..., drop=True)."
         raise NonFiniteError(message(f"has no loss: {FULL}.", mend=mend))
     return loss
 
@@ -161,16 +162,16 @@ def _refuse_full(loss: Loss) -> Loss:
 def _staged(model: Any, schedule: str | Schedule, microbatches: int) -> Callable[..., Loss]:
     """Return the evaluation of a `Model` on meshes with `pp`."""
     latest: Layout | None = None
-    known: Messages = {}  # what receivers have learned of activations in the latest layout
+    known: Messages = {}  # shapes of activations in the latest layout, learned by the receivers
 
-    def run(state: TrainState, pieces: list[Tree], precision: Precision, key: Tensor | None) -> Loss:
+    def run(state: TrainState, parts: list[Tree], precision: Precision, key: Tensor | None) -> Loss:
         nonlocal latest, known
         layout = state.layout
         if layout is not latest:
             refuse_model(model, layout)
             latest, known = layout, {}
         plan = planned_schedule(schedule, layout, microbatches)
-        sums = pipeline_loss(model, plan, layout, state.params, pieces, precision=precision, known=known, key=key)
+        sums = pipeline_loss(model, plan, layout, state.params, parts, precision=precision, known=known, key=key)
         return Loss(without_gradients(sums[0]), sums[1])
 
     return run
@@ -181,10 +182,10 @@ def _mesh_of(params: Tree) -> Mesh | None:
 
 
 def _refuse_pipeline(state: TrainState | None, is_model: bool) -> None:
-    """Refuses calls that have no stages to run on a mesh with `pp`."""
+    """Refuse calls that have no stages to run on a mesh with `pp`."""
     if not is_model:
-        mend = "Give fs.evaluate the Model; its stages are one loss function for each rank."
-        raise ScheduleError(message("cannot cut a loss function into the stages of a pipeline.", mend=mend))
+        mend = "Pass the Model itself: fs.evaluate(model)(state, batch)."
+        raise ScheduleError(message("cannot split a loss function into pipeline stages.", mend=mend))
     if state is None:
-        mend = "Give the whole state, which has the layout: fs.evaluate(model)(state, batch)."
+        mend = "Pass the state, which has the layout: fs.evaluate(model)(state, batch)."
         raise ArgumentError(message("got parameters alone on a mesh with pp.", mend=mend))

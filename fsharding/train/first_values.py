@@ -1,4 +1,4 @@
-"""First values that every rank holds in full: equal on all ranks of a mesh, or those of its first rank."""
+"""First values that every rank holds in full: compared between the ranks of a mesh, or sent by its first rank."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ from fsharding.train.buffers import sync_buffers
 __all__ = ["Sync", "holders", "same_replicas", "same_values"]
 
 Sync: TypeAlias = Literal["rank0"]
-"""Whose values every rank gets where ranks may have different ones: those of the first rank of the mesh."""
+"""The rank whose values all ranks get: the first of the mesh."""
+
+Received: TypeAlias = Callable[[Any], Any]
+"""Maps a leaf to the value that all ranks start from: itself, or the first rank's. Then it is collective."""
 
 _SAME_DRAWS = (
-    "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed says"
-    " there; or give every rank the same key and tensors."
+    "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever the seed of torch; or"
+    " give every rank the same key and tensors."
 )
 _OR_SYNC = ' Or pass sync="rank0", which sends the values of rank 0 to all.'
 _SAME_MODULES = "Build the module from one seed or file on every rank: torch.manual_seed(0) before it is made."
@@ -45,30 +48,32 @@ def same_values(
     sync: Sync | None = None,
     facts: Mapping[str, str] | None = None,
     mend: str = _OR_SYNC,
-) -> Callable[[Any], Any]:
+) -> Received:
     """Refuse ranks with different values, keys of lazy leaves, or facts. Collective."""
     if sync not in (None, "rank0"):
-        known = 'Give sync="rank0", which sends the values of the first rank of the mesh to all; None compares them.'
-        raise ArgumentError(message(f"got sync={sync!r}.", mend=known))
+        mend = 'Give sync="rank0", which sends the values of the first rank of the mesh to all; None compares them.'
+        raise ArgumentError(message(f"got sync={sync!r}.", mend=mend))
     if _is_alone(mesh):
         return _kept
     assert isinstance(mesh, DeviceMesh)
-    told = {path: _told(x, held=sync is not None) for path, x in named.items()}
+    texts = {path: _described(x, only_type=sync is not None) for path, x in named.items()}
     with naming_lost(public_name(), mesh):
-        answers = compare_facts({"sync": repr(sync), **(facts or {}), **told}, mesh)
+        answers = compare_facts({"sync": repr(sync), **(facts or {}), **texts}, mesh)
     if rows := differences(answers, each=True):
         different = [x for name, x in named.items() if len({own.get(name) for own in answers.values()}) > 1]
-        raise ConfigError(message("got other first values on different ranks.", rows, _mend(different, sync, mend)))
+        raise ConfigError(message("got different first values on different ranks.", rows, _mend(different, sync, mend)))
     return _kept if sync is None else functools.partial(_received, mesh=mesh)
 
 
 def same_replicas(leaves: Mapping[str, Tensor], mesh: Mesh, *, asked: bool = True) -> None:
-    """Refuse ranks that hold the same part of a leaf with different values. Collective."""
+    """Refuse ranks that hold the same shard with different values. Collective."""
+    # Checksums are compared in two steps: one number per set of axes, and only if two differ every leaf's text. A rank
+    # that has nothing to ask takes part, since it can't know whether others do.
     if _is_alone(mesh) or not any(numbers_of_all(mesh, int(asked)).values()):
         return
     facts: dict[tuple[str, ...], dict[str, str]] = {}
     for path, x in leaves.items():
-        axes = _cut_over(x, mesh)
+        axes = _sharded_over(x, mesh)
         if math.prod(map(abstract(mesh).axis_size, axes)) < abstract(mesh).size:
             facts.setdefault(axes, {})[path] = f"{typeof(x)} of checksum {checksum(local_of(x)):016x}"
     classes = {axes: holders(abstract(mesh), axes) for axes in sorted(facts)}
@@ -88,22 +93,22 @@ def same_replicas(leaves: Mapping[str, Tensor], mesh: Mesh, *, asked: bool = Tru
         for row in differences({rank: of_rank[rank][axes] for rank in same}, each=True)
     ]
     mend = 'Make leaves of full tensors: fs.shard compares them, and sends those of rank 0 with sync="rank0".'
-    raise ConfigError(message("got other values of the same leaves on different ranks.", rows, mend))
+    raise ConfigError(message("got different values of the same leaves on different ranks.", rows, mend))
 
 
 def _is_alone(mesh: Mesh) -> bool:
-    """Whether there are no values, or no other ranks, to compare."""
+    """Return whether there are no values, or no other ranks, to compare."""
     if not isinstance(mesh, DeviceMesh) or not is_member(mesh) or _compat.makes_fakes() or _functorch.in_functorch():
         return True
     return everyone(mesh).process_group is None or is_fake_world()
 
 
-def _told(x: Any, *, held: bool) -> str:
-    """Return a text that ranks with the same value share; only the type of a value that is held, if so asked."""
-    # A lazy draw is described by its key and distribution.
+def _described(x: Any, *, only_type: bool) -> str:
+    """Return a text that is equal on ranks with equal values, or with equal types if the values are to be sent."""
+    # A lazy tensor follows from its key and distribution, which its repr contains.
     if isinstance(x, LazyTensor):
         return repr(x)
-    if held or (isinstance(x, Tensor) and (x.is_meta or _compat.is_fake(x))):
+    if only_type or (isinstance(x, Tensor) and (x.is_meta or _compat.is_fake(x))):
         return type_text(tuple(x.shape), x.dtype)
     if isinstance(x, Tensor):
         return f"{type_text(tuple(x.shape), x.dtype)} of checksum {checksum(x):016x}"
@@ -112,7 +117,7 @@ def _told(x: Any, *, held: bool) -> str:
 
 
 def _mend(different: Sequence[Any], sync: Sync | None, more: str) -> str:
-    """Return the edit that makes values the same."""
+    """Return the edit that makes values equal."""
     if sync is not None or not different or any(isinstance(x, LazyTensor) for x in different):
         return _SAME_DRAWS
     return (_SAME_DRAWS if all(isinstance(x, Tensor) for x in different) else _SAME_MODULES) + more
@@ -124,8 +129,8 @@ def _kept(x: Any) -> Any:
 
 @torch.no_grad()
 def _received(x: Any, *, mesh: DeviceMesh) -> Any:
-    """Return the first rank's value of a leaf on the CPU, or where the leaf is. Collective."""
-    # Lazy draws follow from their keys, which are the same on all ranks.
+    """Return the first rank's value of a leaf on the leaf's device; on the CPU for a meta tensor. Collective."""
+    # Lazy tensors follow from their keys, which are equal on all ranks.
     if isinstance(x, LazyTensor):
         return x
     home = x.device if isinstance(x, Tensor) and not x.is_meta else torch.device("cpu")
@@ -138,8 +143,8 @@ def _received(x: Any, *, mesh: DeviceMesh) -> Any:
     return sync_buffers({"": full.to(mesh.device_type)}, mesh)[""].to(home)
 
 
-def _cut_over(x: Tensor, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes along which ranks hold different parts of a leaf, or terms of it."""
+def _sharded_over(x: Tensor, mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes along which ranks hold different shards of a leaf, or different partial sums."""
     if not isinstance(x, DTensor):
         return ()
     home = home_of(x)
@@ -149,7 +154,7 @@ def _cut_over(x: Tensor, mesh: Mesh) -> tuple[str, ...]:
 
 
 def holders(shape: AbstractMesh, apart: Sequence[str]) -> list[list[int]]:
-    """Return the sets of ranks that have the same coordinates along the axes `apart`."""
+    """Return the sets of ranks with equal coordinates along the axes `apart`."""
     first = [shape.names.index(axis) for axis in apart]
     places = torch.tensor(shape.members).view(shape.sizes).movedim(first, [*range(len(first))])
     return places.reshape(places.shape[: len(first)].numel(), -1).tolist()

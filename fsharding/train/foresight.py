@@ -26,7 +26,7 @@ from fsharding.sharding import random
 from fsharding.sharding.layout import Layout, on_mesh
 from fsharding.train.buffers import Buffers
 from fsharding.train.state import TrainState, init_state
-from fsharding.train.step import make_train_step
+from fsharding.train.step import device_of, make_train_step
 
 __all__ = ["FakeRank", "expected_memory", "expected_traffic", "fake_step"]
 
@@ -46,29 +46,27 @@ def expected_traffic(
 ) -> Traffic:
     """Predict the calls and bytes that one rank sends in a train step.
 
-    Runs one step on fake tensors, which have shapes and no values, as the rank at `coord` of a mesh of any size. No
-    other rank takes part, and nothing is sent. It works with or without a process group, and leaves an existing one as
-    it is. No other thread may communicate during the call. A step of a decoder takes 0.2 to 0.4 s of a core per layer,
-    whatever its sizes.
+    Runs one step on fake tensors (shapes without values) as the rank at `coord` of a mesh of any size. Nothing is sent,
+    and no process group is needed; an existing one is kept. No other thread may communicate during the call. A decoder
+    takes 0.2 to 0.4 s of a core per layer, whatever its sizes.
 
     Args:
-        model: a `Model` or a loss function, as in `make_train_step`. Collectives in it use the current mesh.
-        opt: the optimizer, such as `fs.adamw(1e-3)`.
-        layout: of the state, on an abstract mesh or one with devices.
-        batch: the batch of this rank, a tree of tensors `[B, ...]`. Only shapes and dtypes count: they may be on the
-            meta device.
-        coord: coordinate of the rank along each axis; a missing axis is 0. By default this process's coordinate, and
-            the first rank of an abstract mesh.
-        buffers: first values of `state.buffers`, as in `init_state`.
-        **options: as in `make_train_step`.
+        model: A `Model` or a loss function, as in `make_train_step`. Collectives in it use the current mesh.
+        opt: Optimizer, such as `fs.adamw(1e-3)`.
+        layout: Layout of the state, on an abstract mesh or one with devices.
+        batch: Batch of this rank, a tree of tensors `[B, ...]`, which may be on the meta device.
+        coord: Coordinate of the rank along each axis; a missing axis is 0. Default: this process's coordinate, or the
+            first rank of an abstract mesh.
+        buffers: First values of `state.buffers`, as in `init_state`.
+        **options: Settings of the step, as in `make_train_step`.
 
     Returns:
-        Calls and bytes by axes of the mesh. A router's choices depend on values, so tokens that are dispatched to
-        experts count as if all ranks of `ep` got equally many: calls over `ep` are exact, bytes are not.
+        Calls and bytes by axes of the mesh. They are exact, except bytes over `ep`: the choices of a router depend on
+        values, so all ranks of `ep` count as if they got equally many tokens.
 
     Raises:
-        ArgumentError: an argument of another kind.
-        BatchError: the batch has a leaf that isn't a tensor, or no leaf.
+        ArgumentError: An argument has a wrong type.
+        BatchError: The batch has no leaf, or one that isn't a tensor.
         MeshError: `coord` is outside the mesh.
 
     Example:
@@ -96,29 +94,29 @@ def expected_memory(
 ) -> int:
     """Predict the peak memory of one rank of an accelerator in a train step.
 
-    Runs one step on fake tensors, as `expected_traffic` does, and adds up what is allocated: the state, the batch,
-    gathered units, activations, gradients. `Layout.memory` is what is there between steps.
+    Runs two steps on fake tensors, as `expected_traffic` does, and adds up all allocations: state, batch, gathered
+    units, activations and gradients. Workspaces of kernels and unused memory of the allocator aren't counted.
+    `Layout.memory` has the memory between steps.
 
     Args:
-        model: a `Model` or a loss function, as in `make_train_step`.
-        opt: the optimizer, such as `fs.adamw(1e-3)`.
-        layout: of the state, on an abstract mesh or one with devices.
-        batch: the batch of this rank, a tree of tensors `[B, ...]`, which may be on the meta device.
-        coord: coordinate of the rank along each axis; a missing axis is 0. By default as in `expected_traffic`.
-        buffers: first values of `state.buffers`, as in `init_state`.
-        **options: as in `make_train_step`.
+        model: A `Model` or a loss function, as in `make_train_step`.
+        opt: Optimizer, such as `fs.adamw(1e-3)`.
+        layout: Layout of the state, on an abstract mesh or one with devices.
+        batch: Batch of this rank, a tree of tensors `[B, ...]`, which may be on the meta device.
+        coord: Coordinate of the rank along each axis, as in `expected_traffic`.
+        buffers: First values of `state.buffers`, as in `init_state`.
+        **options: Settings of the step, as in `make_train_step`.
 
     Returns:
-        Bytes; each tensor counts in multiples of 512, as torch's allocators of accelerators give them. On the mesh of
-        an accelerator some KB may be missing, for single numbers by which ranks compare what they do. On an abstract
-        mesh the step takes the kernels of a CPU, so this is an estimate: within 15 % for small decoders; activations
-        that a policy offloads count there. A strategy with other kinds of memory takes the accelerator that is here.
-        Workspaces of kernels and memory that an allocator keeps for later are not counted.
+        Peak bytes, with each tensor rounded up to 512 as by torch's allocators. On the mesh of an accelerator exact
+        but for some KB of numbers that ranks compare. On an abstract mesh an estimate with the kernels of a CPU, within
+        15 % for small decoders; offloaded activations count as if they stayed. If the strategy keeps anything off the
+        device, the accelerator of this machine is used.
 
     Raises:
-        ArgumentError: an argument of another kind.
-        BatchError: the batch has a leaf that isn't a tensor, or no leaf.
-        LayoutError: the strategy keeps something elsewhere than on the device, and no accelerator is here.
+        ArgumentError: An argument has a wrong type.
+        BatchError: The batch has no leaf, or one that isn't a tensor.
+        LayoutError: The strategy keeps something off the device, and this machine has no accelerator.
         MeshError: `coord` is outside the mesh.
 
     Example:
@@ -131,16 +129,16 @@ def expected_memory(
     """
     device = _device_with_memory(layout)
     rank = FakeRank(coord, device)
-    # After its first step a state has counts on the device.
+    # Two steps: the first one moves the state's counts to the device.
     log = fake_step(recording_streams, model, opt, layout, batch, rank=rank, buffers=buffers, steps=2, **options)
     return peak_bytes(log.rows, device)
 
 
 class FakeRank(NamedTuple):
-    """The rank that a step is taken as: by default this process, or the first rank of an abstract mesh."""
+    """The rank to simulate. Default: this process, or the first rank of an abstract mesh."""
 
     coord: Mapping[str, int] | None = None
-    device_type: str | None = None  # None for the mesh's
+    device_type: str | None = None  # default: the mesh's
 
 
 def fake_step(
@@ -155,11 +153,11 @@ def fake_step(
     steps: int = 1,
     **options: Any,
 ) -> T:
-    """Run steps on fake tensors, as one rank of a mesh; the arguments are those of `expected_traffic`."""
+    """Run steps on fake tensors as one rank of a mesh, inside of `around(state, batch)`; see `expected_traffic`."""
     shape = abstract(_checked(layout).mesh)
     shapes = _shapes(batch)
     number = _rank(shape, coordinate(layout.mesh) if rank.coord is None else rank.coord)
-    device: Any = rank.device_type or _device_type(layout)
+    device: Any = rank.device_type or device_of(layout)
     step = make_train_step(model, opt, **options)
     first = getattr(model, "init_buffers", dict)() if buffers is None else buffers
     with kept_as_it_was(), groups_of_another_world(), _compat.fake_world(number, shape.size), _compat.fake_tensors():
@@ -172,20 +170,16 @@ def fake_step(
     return seen
 
 
-def _device_type(layout: Layout) -> str:
-    return "cpu" if isinstance(layout.mesh, AbstractMesh) else layout.mesh.device_type
-
-
 def _device_with_memory(layout: Layout) -> str:
-    """Return a type of device whose memory differs from the other kinds that a layout takes."""
-    device = _device_type(_checked(layout))
+    """Return a device type whose memory can be told from all other memory that a layout uses."""
+    device = device_of(_checked(layout))
     is_abstract = isinstance(layout.mesh, AbstractMesh)
     away = [str(choice) for choice in layout.strategy.memory if is_abstract or choice.tier.can_fail]
     if away and is_abstract:
         device = accelerator()
     if away and device == "cpu":
-        text = "needs an accelerator to tell its memory from memory of the host and of files, and there is none."
-        mend = "Call it where one is, with this layout; layout.memory(opt) has the bytes of each kind between steps."
+        text = "needs an accelerator, to count its memory apart from host memory and files, and found none."
+        mend = "Call it on a machine with one, or read layout.memory(opt): the bytes of each kind between steps."
         raise LayoutError(message(text, away, mend))
     return device
 
@@ -201,18 +195,18 @@ def _shapes(batch: Any) -> Any:
     named = tree.named_leaves(batch)
     odd = [f"batch.{path} is {kind_of(x)}" for path, x in named.items() if not isinstance(x, Tensor)]
     if odd or not named:
-        mend = "Give the batch of one rank: {'x': torch.empty(8, 512, device='meta')}."
+        mend = "Pass the batch of one rank: {'x': torch.empty(8, 512, device='meta')}."
         raise BatchError(message("takes the batch as a tree of tensors.", odd or ["it has no leaf"], mend))
     return tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), batch)
 
 
 def _rank(shape: AbstractMesh, coord: Mapping[str, int]) -> int:
-    """Return the place of a coordinate on a mesh, row-major."""
+    """Return the row-major index of a coordinate on a mesh."""
     sizes = dict(zip(shape.names, shape.sizes, strict=True))
     odd = [f"{axis}={i!r}, and {axis} has size {sizes.get(axis, 1)}" for axis, i in coord.items()
            if not isinstance(i, int) or not 0 <= i < sizes.get(axis, 1) or axis not in AXES]  # fmt: skip
     if odd:
-        mend = "Give indices from 0, each less than the size of its axis."
+        mend = "Pass indices from 0, each less than the size of its axis."
         raise MeshError(message(f"got a coord outside of the mesh {shape}.", odd, mend))
     return replace(shape, ranks=()).rank_at(dict(coord))
 

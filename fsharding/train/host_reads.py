@@ -1,4 +1,4 @@
-"""Counts where the host reads a device: each such read waits until the device has computed the value."""
+"""Count where the host reads a device: each such read waits until the device has computed the value."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _TORCH = str(Path(torch.__file__).parent)
 _OWN = __file__
 
 _VALUES = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
-"""Operations that return a number of Python: `float(x)`, `bool(x)`, `x.item()`, and an `if` on a tensor."""
+"""Operations that return a Python number: `float(x)`, `bool(x)`, `x.item()`, and an `if` on a tensor."""
 
 _SHAPES = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount"}
 """Operations whose result has a shape that depends on values."""
 
-_WHOLE = {"tolist": Tensor.tolist, "cpu": Tensor.cpu}
-"""Methods that read a device, and on a CPU call no operation of torch's dispatcher."""
+_METHODS = {"tolist": Tensor.tolist, "cpu": Tensor.cpu}
+"""Methods that read a device; on a CPU they call no operation that a dispatch mode would see."""
 
 
 @dataclass
 class HostReads:
-    """Reads of a device by the host.
+    """Reads of a device by the host, in order.
 
     Attributes:
-        reads: of each, the operation and the line that asked for it, such as `_local_scalar_dense at train.py:12`.
+        reads: Operation and line of each read, such as `_local_scalar_dense at train.py:12`.
 
     Example:
         >>> with fs.testing.counting_host_reads() as seen:
@@ -48,21 +48,20 @@ class HostReads:
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """Number of reads."""
         return len(self.reads)
 
 
 @contextmanager
 def counting_host_reads() -> Generator[HostReads]:
-    """Counts the reads of this thread until the `with` block ends.
+    """Count this thread's reads of a device until the `with` block ends.
 
-    Counted are numbers of Python made of tensors, operations whose shapes depend on values, `tolist`, `cpu`, and copies
-    to the CPU that wait. A copy of a device to pinned memory with `non_blocking=True` is none, nor is `numpy`, which
-    takes memory of the host only. Reads inside of torch's kernels, and of threads that backward has of its own, are not
-    seen.
+    Reads are Python numbers made from tensors, operations whose shapes depend on values, `tolist`, `cpu`, and copies to
+    the CPU that wait. `numpy` and a copy to pinned memory with `non_blocking=True` aren't reads. Reads inside of
+    torch's kernels and in backward's own threads aren't seen.
 
     Returns:
-        A `HostReads`, which is added to.
+        A context manager that yields a `HostReads`, which grows until the block ends.
 
     Example:
         >>> loss = torch.tensor([1.0, 2.0]).sum()
@@ -95,20 +94,20 @@ class _Methods(TorchFunctionMode):
         self._seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for name, method in _WHOLE.items():
+        for name, method in _METHODS.items():
             if func is method:
                 self._seen.reads.append(f"{name} at {line_of_caller(_OWN)}")
         return func(*args, **(kwargs or {}))
 
 
 def _by_mask(name: str, args: Any) -> bool:
-    """Whether an operation takes or sets the elements of a mask, of which it counts how many there are."""
+    """Return whether an operation indexes by a mask: it has to count the selected elements."""
     masks = (torch.bool, torch.uint8)
     return name in ("index", "index_put", "index_put_") and any(x is not None and x.dtype in masks for x in args[1])
 
 
 def _waiting_copy(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether an operation copies from a device to the CPU, and the host waits for it."""
+    """Return whether an operation copies from a device to the CPU and makes the host wait."""
     if name == "_to_copy":
         target = kwargs.get("device")
         to_host = target is not None and torch.device(target).type == "cpu"
@@ -120,7 +119,7 @@ def _waiting_copy(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def line_of_caller(own: str) -> str:
-    """The innermost line outside of torch and of a file."""
+    """Return the innermost line outside of torch and of the file `own`."""
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""A loss function as a step calls it: with a random key and buffers where it takes them, its loss scaled."""
+"""Calls of a loss function by a step: with a random key and buffers if it takes them, and with a scaled loss."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ __all__ = ["Beside", "LossFunction", "scaled"]
 
 
 class Beside(NamedTuple):
-    """The results of a loss function beside its loss."""
+    """The results of a loss function besides its loss."""
 
-    aux: Any  # with `has_aux`, else None
-    buffers: Buffers  # the new ones; {} for a function that takes none
+    aux: Any  # None without `has_aux`
+    buffers: Buffers  # new values; {} for a function that takes none
 
 
 class LossFunction(NamedTuple):
     """A loss function, and how a step calls it."""
 
     loss_fn: Callable[..., Any]  # `(params, batch, **keywords) -> result`, as the user wrote it
-    takes_key: bool  # whether it has a parameter `key`, which it is given by name
+    takes_key: bool  # whether it has a parameter `key`, passed by name
     takes_buffers: bool  # whether it has a parameter `buffers`; then it returns `(loss, buffers)`
-    has_aux: bool  # whether it returns aux as its last result
-    signature: inspect.Signature | None  # without key and buffers; None where it is not known
+    has_aux: bool  # whether its last result is aux
+    signature: inspect.Signature | None  # without key and buffers; None if unknown
 
     @classmethod
     def of(cls, loss_fn: Callable[..., Any], *, has_aux: bool) -> LossFunction:
-        """Looks at the function's parameters."""
+        """Inspect the function's parameters."""
         try:
             signature = inspect.signature(loss_fn)
         except (TypeError, ValueError):  # a callable without a signature
@@ -54,33 +54,34 @@ class LossFunction(NamedTuple):
         return cls(loss_fn, "key" in takes, "buffers" in takes, has_aux, bound)
 
     def key(self, state: TrainState) -> Tensor | None:
-        """The random key of a step; None for a function that takes none."""
+        """Return the random key of a step; None for a function that takes none."""
         return fold_in(state.key, state.step) if self.takes_key else None
 
     @property
     def results(self) -> str:
-        """What the function returns, in words."""
+        """Name the function's results, for errors."""
         return ", ".join(["loss", *(["buffers"] * self.takes_buffers), *(["aux"] * self.has_aux)])
 
     def buffers(self, state: TrainState) -> Buffers:
-        """The buffers that the function writes: all of the state's, or none."""
+        """Return the state's buffers; {} for a function that takes none."""
         return state.buffers if self.takes_buffers else {}
 
     def bound(self, buffers: Buffers, key: Tensor | None = None) -> Callable[[Tree, Tree], Any]:
-        """The function of parameters and batch whose result is `(loss, Beside)`."""
+        """Bind key and buffers: return a function `(params, batch) -> (loss, Beside)`."""
 
         def run(values: Tree, microbatch: Tree) -> Any:
             given: dict[str, Any] = {"key": key} if self.takes_key else {}
+            # Clones: a forward may write to them, and a step that is refused or run again needs the old values.
             given |= {"buffers": tree.map(torch.clone, buffers)} if self.takes_buffers else {}
             return self._apart(self.loss_fn(values, microbatch, **given), buffers)
 
-        functools.update_wrapper(run, self.loss_fn, updated=())  # for errors that say what its arguments are called
+        functools.update_wrapper(run, self.loss_fn, updated=())  # for errors that name the arguments
         if self.signature is not None:
             vars(run)["__signature__"] = self.signature
         return run
 
     def _apart(self, result: Any, before: Buffers) -> tuple[Any, Beside]:
-        """Take the result of the function apart."""
+        """Split the function's result into loss and the rest."""
         count = 1 + self.takes_buffers + self.has_aux
         if count == 1:
             return result, Beside(None, {})
@@ -94,7 +95,7 @@ class LossFunction(NamedTuple):
         return parts[0], Beside(parts[-1] if self.has_aux else None, buffers)
 
     def _checked(self, buffers: Any, before: Buffers) -> Buffers:
-        """New buffers without history and in memory of their own: they may be views of what is freed after the call."""
+        """Check new buffers, and copy them without autograd history."""
         if not isinstance(buffers, Mapping):
             mend = "Return the buffers that net(params, x, buffers=buffers) returns, or a dict of tensors by name."
             rule = f"needs ({self.results}), with buffers as a dict; got {kind_of(buffers)}."
@@ -108,31 +109,28 @@ class LossFunction(NamedTuple):
             if not plain or (now.shape, now.dtype, now.device) != (old.shape, old.dtype, old.device):
                 rows.append(f"buffers.{name} is {kind_of(now)}; before it was {kind_text(old)} on {old.device}")
         if rows:
-            rule = "has a loss function that returns other buffers than it was given."
+            rule = "has a loss function that returns different buffers than it was given."
             mend = f"Return a tensor of the same shape and dtype for each of {listed([*before])}."
             raise TransformError(message(rule, rows, mend))
+        # Copies: a buffer may be a view of an activation or of a gathered unit, whose memory is reused after the call.
         return {name: after[name].detach().clone() for name in before}
 
 
 def _is_asked(parameter: inspect.Parameter | None) -> bool:
-    """Whether a step fills a parameter in: it is there, without a value of its own."""
+    """Return whether a step passes this parameter: it exists, and its default isn't a value."""
     return parameter is not None and parameter.default in (inspect.Parameter.empty, None)
 
 
 def scaled(fn: Callable[[Tree, Tree], Any], scale: Tensor | None) -> Callable[[Tree, Tree], Any]:
-    """A function that returns `(loss, Beside)`, with the loss times a scale; None is 1."""
+    """Multiply the loss of a function that returns `(loss, Beside)` by a scale; None is 1."""
 
     @functools.wraps(fn, updated=())
     def run(values: Tree, microbatch: Tree) -> Any:
         loss, beside = fn(values, microbatch)
-        return _times(loss, scale), beside
+        pair = cast("tuple[Any, ...]", loss if isinstance(loss, tuple) else (loss, 1.0))
+        # Anything else is left as it is, for `value_and_grad` to refuse.
+        if len(pair) == 2 and isinstance(pair[0], Tensor):
+            pair = scaled_loss(pair[0], scale), pair[1]
+        return pair, beside
 
     return run
-
-
-def _times(loss: Any, scale: Tensor | None) -> Any:
-    if not isinstance(loss, tuple):
-        loss = loss, 1.0
-    if len(cast("tuple[Any, ...]", loss)) != 2 or not isinstance(loss[0], Tensor):
-        return loss
-    return scaled_loss(loss[0], scale), loss[1]

@@ -1,4 +1,4 @@
-"""Batches along dim 0: the part of a rank in a global batch, and microbatches in the part of a rank."""
+"""Split batches along dim 0: a global batch into parts of ranks, and a rank's part into microbatches."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from fsharding.mesh.device_mesh import Mesh, abstract, current_mesh, data_rank_a
 from fsharding.ops.context_parallel import cut_leaves
 from fsharding.sharding.leaf_plan import kind_text
 
-__all__ = ["local_batch", "split_batch", "uncut", "uneven"]
+__all__ = ["local_batch", "split_batch", "uneven", "unsplit"]
 
 
 @public
 def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
-    """Take the part of a global batch that this rank reads.
+    """Take this rank's part of a global batch.
 
-    Its rows are part `index` of `count`, as `fs.data_rank_and_size` gives the two, so ranks along `tp` and `pp` have
-    equal parts. On a mesh with `cp` each rank along it has different tokens of the same rows, dim 1, as
-    `fs.ops.cut_sequence` takes them.
+    The part has rows `[index * B / count, (index + 1) * B / count)` with `index, count = fs.data_rank_and_size(mesh)`,
+    so ranks along `tp` and `pp` have equal parts. Ranks along `cp` have different tokens of the same rows, as from
+    `fs.ops.cut_sequence`.
 
     Args:
-        batch: tree of tensors `[B, ...]`, with `cp` `[B, T, ...]`, the same on every rank; dataclasses and mappings,
-            such as a `BatchEncoding`, are trees here too. `fs.Shared(x)` marks an entry that holds no rows.
-        mesh: by default the current one.
+        batch: Tree of tensors `[B, ...]`, with `cp` `[B, T, ...]`, equal on every rank. Dataclasses and mappings, such
+            as a `BatchEncoding`, are trees here too. `fs.Shared(x)` marks an entry without rows.
+        mesh: Device mesh. Default: the current one.
 
     Returns:
-        The tree with tensors `[B / count, ...]` on the device of the mesh: views where they are there already. With
-        `cp` they are `[B / count, T / cp, ...]`, and new tensors.
+        The tree with tensors `[B / count, ...]` on the device of the mesh, views if they are there already. With `cp`
+        new tensors `[B / count, T / cp, ...]`.
 
     Raises:
-        BatchError: a leaf is no tensor, its dim 0 is no multiple of the number of data ranks, or its dim 1 no multiple
-            of twice the size of `cp`; all are listed.
+        BatchError: A leaf isn't a tensor, its dim 0 isn't a multiple of the number of data ranks, or its dim 1 isn't a
+            multiple of twice the size of `cp`; all are listed.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
@@ -51,8 +51,8 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
     mesh = current_mesh() if mesh is None else mesh
     index, count = data_rank_and_size(mesh)
     if rows := uneven(batch, count):
-        mend = f"Give a number of rows that is a multiple of {count}: drop the last ones, or pad."
-        raise uncut(rows, "a global batch", f"{count} parts, one for each data rank", mend)
+        mend = f"Pass a number of rows that is a multiple of {count}: drop the last ones, or pad."
+        raise unsplit(rows, "a global batch", f"{count} parts, one for each data rank", mend)
     device = getattr(mesh, "device_type", None)
     own = tree.map(lambda x: x.to(device, non_blocking=True), map_rows(lambda x: x.chunk(count)[index], batch))
     return own if abstract(mesh).axis_size("cp") == 1 else cut_leaves(own, 1, "cp", mesh)
@@ -60,18 +60,18 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
 
 _UNUSABLE = {
     ", which yields batches": YIELDS,
-    ", which is no tensor": (
-        "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each."
+    ", which isn't a tensor": (
+        "Make them tensors: fs.tree.map(torch.as_tensor, batch); for lists of numbers, one torch.tensor each."
     ),
     " on the meta device, without values": "Make them on a device, such as the device of the mesh.",
 }
-"""What makes a leaf unusable whatever its shape, as the end of its row, and the edit. Other ranks may read the row."""
+"""Reasons why a leaf is unusable whatever its shape: the end of its row (which other ranks may match), and the fix."""
 
 _NO_ROWS = ", so it holds no rows"
 
 
 def uneven(batch: Tree, parts: int) -> list[str]:
-    """Describe the leaves of a batch that cannot be split into equal parts, one row each."""
+    """Describe the leaves of a batch that can't be split into equal parts, one row each."""
     _register_containers(batch)
     named = tree.named_leaves(batch)
     why = {path: _unusable(x) for path, x in named.items()}
@@ -90,14 +90,14 @@ def uneven(batch: Tree, parts: int) -> list[str]:
 
 
 def _usual_leaf(rows: Mapping[str, Tensor]) -> str:
-    """Name a leaf of two dims and more if there is one, with as many rows as most leaves, or else more dims or rows."""
+    """Return the leaf whose number of rows is most likely right: one of two dims and more that agrees with most."""
     counts = Counter(x.shape[0] for x in rows.values() if x.ndim)
     ranks = {path: (x.ndim > 1, counts[x.shape[0]], x.ndim, x.shape[0]) for path, x in rows.items() if x.ndim}
     return max(ranks, key=ranks.__getitem__, default="")
 
 
 def _unusable(x: Any) -> str:
-    """Give the reason, of those in `_UNUSABLE`; "" for a tensor with values."""
+    """Return the reason in `_UNUSABLE`; "" for a tensor with values."""
     yields, no_tensor, meta = _UNUSABLE
     if not isinstance(x, Tensor):
         return yields if yields_batches(x) else no_tensor
@@ -105,7 +105,7 @@ def _unusable(x: Any) -> str:
 
 
 def _register_containers(batch: Tree) -> None:
-    """Make the dataclasses and mappings of a batch nodes of our trees, so that their tensors are its leaves."""
+    """Register the dataclasses and mappings of a batch as tree nodes; repeat for what is inside of them."""
     while new := {type(x) for x in tree.leaves(batch) if _is_container(x)}:
         for kind in new:
             _register(kind)
@@ -117,41 +117,39 @@ def _is_container(x: Any) -> bool:
 
 def _register(kind: Any) -> None:
     has_fields: bool = dataclasses.is_dataclass(kind)
-    names = tuple(x.name for x in dataclasses.fields(kind) if x.init) if has_fields else None
-    if names is None:
-        tree.register_node(
-            kind,
-            lambda x: (tuple(x.values()), tuple(x.keys()), tuple(map(str, x))),
-            lambda keys, children: kind(dict(zip(keys, children, strict=True))),
-        )
-        return
-    tree.register_node(
-        kind,
-        lambda x: (tuple(getattr(x, name) for name in names), None, names),
-        lambda _, children: kind(**dict(zip(names, children, strict=True))),
-        fields=True,
-    )
+    names = tuple(x.name for x in dataclasses.fields(kind) if x.init) if has_fields else ()
+
+    def flat(x: Any) -> tuple[Any, ...]:
+        if has_fields:
+            return tuple(getattr(x, name) for name in names), None, names
+        return tuple(x.values()), tuple(x.keys()), tuple(map(str, x))
+
+    def made(keys: Any, children: Any) -> Any:
+        named = dict(zip(names if has_fields else keys, children, strict=True))
+        return kind(**named) if has_fields else kind(named)
+
+    tree.register_node(kind, flat, made, fields=has_fields)
 
 
-def uncut(
+def unsplit(
     rows: list[str],
     whose: str,
     parts: str,
-    mend: str = "Choose microbatches that divide dim 0 of every leaf, or another global batch.",
+    mend: str = "Choose a number of microbatches that divides dim 0 of every leaf, or a different global batch.",
 ) -> BatchError:
-    """The error for leaves that cannot be cut; those that are no tensors alone, where there are some."""
+    """Make the error for leaves that can't be split; if any are unusable, list only those."""
     for kind, edit in _UNUSABLE.items():
         if odd := [row for row in rows if row.endswith(kind)]:
             return BatchError(message(f"takes {whose} as trees of tensors.", odd, edit))
     if odd := [row for row in rows if row.endswith(_NO_ROWS)]:
-        rows, mend = odd, "Mark an entry that every rank and microbatch gets as it is: fs.Shared(x)."
-    return BatchError(message(f"cannot cut {whose} into {parts}.", rows, mend))
+        rows, mend = odd, "Mark an entry that every rank and microbatch gets in full: fs.Shared(x)."
+    return BatchError(message(f"cannot split {whose} into {parts}.", rows, mend))
 
 
 def split_batch(batch: Tree, microbatches: int) -> list[Tree]:
-    """The microbatches of this rank's batch, along dim 0, as a loss function gets them: without marks."""
+    """Split this rank's batch along dim 0 into microbatches, without `Shared` marks."""
     if rows := uneven(batch, microbatches):
-        raise uncut(rows, "this rank's batch", f"{microbatches} microbatches")
+        raise unsplit(rows, "this rank's batch", f"{microbatches} microbatches")
     if microbatches == 1:
         return [unmarked(batch)]
     return [unmarked(map_rows(lambda x: x.chunk(microbatches)[i], batch)) for i in range(microbatches)]  # noqa: B023

@@ -1,4 +1,4 @@
-"""The operations of a call as a value: which kernels it starts, on which shapes and numbers, from which lines."""
+"""Trace the operations of a call: which kernels it launches, on which shapes and numbers, from which lines."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["Operation", "Operations", "check_operations", "tracing"]
 class Operation(NamedTuple):
     """One operation."""
 
-    text: str  # its name, and dtypes and shapes of tensors and the values of all else that it takes
-    line: str  # the innermost line outside of torch that asked for it
+    text: str  # name, and arguments: dtypes and shapes of tensors, values of everything else
+    line: str  # innermost line outside of torch
 
     def __str__(self) -> str:
         return f"{self.text} at {self.line}"
@@ -35,8 +35,8 @@ class Operations:
     """The operations of a call."""
 
     rows: list[Operation] = field(default_factory=list[Operation])  # in order
-    reads: HostReads = field(default_factory=HostReads)  # see `HostReads`
-    # operations that copy a CPU tensor to a device, or make a tensor of numbers: a graph would freeze the values
+    reads: HostReads = field(default_factory=HostReads)
+    # operations that copy a CPU tensor to a device, or make a tensor from numbers: a graph would freeze the values
     from_host: list[Operation] = field(default_factory=list[Operation])
 
 
@@ -50,13 +50,13 @@ class _Trace(TorchDispatchMode):
         taken = (*args, *(kwargs or {}).values())
         row = Operation(f"{func}({', '.join(map(_text, taken))})", line_of_caller(__file__))
         name = func.overloadpacket.__name__
-        # Views and fresh memory start no kernel, and follow from what other threads hold: a pool makes another buffer
-        # while gloo's thread has the last reference to one.
+        # Views and allocations launch no kernel, and may differ between equal calls: a pool makes a new buffer while
+        # gloo's thread still has the last reference to an old one.
         if not func.is_view and not name.startswith(("empty", "new_empty")):
             self._seen.rows.append(row)
         devices = {x.device.type for x in tree.leaves([taken, result]) if isinstance(x, Tensor)}
         of_host = any(isinstance(x, Tensor) and x.is_cpu and not is_kept(x) for x in tree.leaves(taken))
-        # `lift_fresh` makes a tensor of Python numbers: on the host, whatever device it is meant for.
+        # `lift_fresh` makes a tensor from Python numbers, on the host whatever device it is meant for.
         if name == "lift_fresh" or (of_host and len(devices) > 1):
             self._seen.from_host.append(row)
         return result
@@ -73,14 +73,14 @@ def _text(x: Any) -> str:
 
 @contextmanager
 def tracing() -> Generator[Operations]:
-    """Collects the operations of this thread until the `with` block ends; backward has to run in it, as in a step."""
+    """Collect the operations of this thread until the block ends, including a backward that runs inside of it."""
     seen = Operations()
     with _Trace(seen), counting_host_reads() as seen.reads:
         yield seen
 
 
 _MEND = (
-    "Compute with tensors of the device: torch.where in the place of an if, torch.full for a number, and a number that"
+    "Compute with tensors of the device: torch.where instead of an if, torch.full for a number, and a number that"
     " changes as a tensor of the batch. Drop with fs.random.dropout: a module with random_key= is seeded by the host."
 )
 
@@ -95,7 +95,7 @@ def check_operations(run: Callable[[], object]) -> Operations:
         if rows := list(dict.fromkeys(seen.reads.reads)):
             raise TransformError(message("cannot capture a step in which the host reads the device.", rows, _MEND))
         if rows := list(dict.fromkeys(map(str, seen.from_host))):
-            rule = "cannot capture a step that takes tensors of the host: a graph would keep what they are now."
+            rule = "cannot capture a step that copies host tensors: a graph would keep their present values."
             raise TransformError(message(rule, rows, _MEND))
     if rows := _differences(*traces):
         rule = "cannot capture a step whose operations differ from call to call."
@@ -104,7 +104,7 @@ def check_operations(run: Callable[[], object]) -> Operations:
 
 
 def _differences(one: Operations, other: Operations) -> list[str]:
-    """The first operation of two calls that is not the same, in words."""
+    """Describe the first operation that differs between two calls."""
     for i, (a, b) in enumerate(zip(one.rows, other.rows, strict=False)):
         if a.text != b.text:
             return [f"operation {i} of a call: {a}", f"operation {i} of the next: {b}"]

@@ -1,8 +1,8 @@
-"""`reshard`: the same values in another layout, on any other mesh over the same ranks or some of them."""
+"""`reshard`, `shard`, `unshard`: convert trees between full tensors and layouts, on any mesh over any of the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,35 +49,34 @@ def reshard(
     budget: int = BUDGET,
     opt: GradientTransformation | None = None,
 ) -> Any:
-    """Moves values to another layout. Collective over the ranks of both meshes.
+    """Move a state or tree to a different layout, bit for bit. Collective over the ranks of both meshes.
 
-    The meshes may differ in axes, sizes, order and ranks. If no one mesh has all ranks that take part, every rank of
-    the default process group has to call. A rank holds nothing of what is on a mesh without it; plain tensors of a
-    state, such as step and key, come to all ranks of both meshes.
+    The meshes may differ in axes, sizes, order and ranks. If neither has all ranks that take part, every rank of the
+    default process group must call. Ranks outside the new mesh get empty shards. Use `redistribute` to change the
+    shardings of a tree on one mesh, and `shard` for full tensors.
 
     Args:
-        tree_or_state: a `TrainState`, or a tree of DTensors and `Local`s; other leaves stay as they are.
-        layout: for a state a `Layout` of the same model, whatever its mesh, strategy, stages and compute dtype. For a
-            tree a `Layout`, which stands for its `params`, or a tree of `NamedSharding`s, or one for all leaves; None
-            leaves a leaf alone.
-        donate: free each source tensor after its last piece was sent. A donated state raises `DonatedError` when it is
-            used again, donated DTensors of a tree are empty.
-        source: the `Layout`, or tree of `NamedSharding`s, in which a tree is. Leaves at rest know it themselves; only
-            `Local` leaves of pipeline stages, and of `Fused` dims, need it. A state carries its layout.
-        budget: bytes a rank for buffers. Besides the old and the new values no more memory is needed.
-        opt: of a state, where the layout has other leaves frozen: the optimizer, whose `init` makes the moments of
-            leaves that are trained from here on. Leaves that are trained in both keep their moments.
+        tree_or_state: A `TrainState`, or a tree of DTensors and `Local`s; other leaves are kept as they are.
+        layout: New layout. For a state, a `Layout` of the same model with any mesh, strategy, stages and compute dtype.
+            For a tree, a `Layout` (its `params` apply), a tree of `NamedSharding`s, or one for all leaves; None keeps
+            a leaf where it is.
+        donate: Whether to free each source tensor as soon as it has been sent. A donated state raises `DonatedError`
+            when used again; donated DTensors of a tree are empty. Default: False.
+        source: `Layout` or tree of `NamedSharding`s of a tree; only required for `Local` leaves that are staged over
+            `pp` or have `Fused` dims.
+        budget: Bytes of send and receive buffers per rank, in addition to old and new values.
+        opt: Optimizer of a state, required if the layout freezes different leaves: its `init` makes the moments of
+            newly trained leaves. Leaves trained in both layouts keep their moments.
 
     Returns:
-        The same state or tree in the new layout, in new memory unless donated.
+        The same state or tree in the new layout.
 
     Raises:
-        LayoutError: another model, another main dtype, an unreduced leaf, one with unknown owners, leaves that
-            are not what the state's layout says, an abstract mesh, or ranks that ask for different things; all such
-            leaves are listed, and nothing has changed.
-        TreeError: the trees do not match.
-        DonatedError: the state was donated before.
-        RankError: a rank is gone, or does not call it.
+        LayoutError: The layout is of a different model or main dtype, a leaf is unreduced, has unknown owners or
+            doesn't match the state's layout, a mesh is abstract, or ranks pass different arguments. All such leaves
+            are listed, and nothing has changed.
+        TreeError, DonatedError: The trees don't match, or the state was donated before.
+        RankError: A rank exited, or doesn't call `reshard`.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
@@ -92,7 +91,7 @@ def reshard(
             frozen = {leaf.path for leaf in layout.leaves if not leaf.trainable}
             tree_or_state = refrozen(tree_or_state, tree_or_state.layout.with_frozen(frozen), opt)
         moved, rebuild = reshard_leaves.of_state(tree_or_state, layout)
-        # With an optimizer it is another state, and the caller's stays.
+        # With an optimizer `tree_or_state` is a new state by now, and the caller's own keeps its room.
         freed = tree_or_state if donate and opt is None else None
         take_room(layout, [(m.target, m.shape, m.dtype) for m in moved], freed)
     else:
@@ -103,7 +102,7 @@ def reshard(
 
 
 def _run(moved: list[Moving], rebuild: reshard_leaves.Rebuild, *, given: Tree = None, budget: int = BUDGET) -> Any:
-    """Moves leaves, whose values are taken away from `given`, if that is donated, and puts the tree together again."""
+    """Move leaves and rebuild the tree; `given` is the state or tree to donate, if any."""
     if not moved:
         return rebuild([])
     meshes = reshard_leaves.devices(moved)
@@ -120,17 +119,17 @@ def _run(moved: list[Moving], rebuild: reshard_leaves.Rebuild, *, given: Tree = 
         dtypes = [m.dtype for m in moved]
         sources = [m.value if m.value is None or m.plain else on_device(m.value, device.type) for m in moved]
         if given is not None:
-            # From here on `sources` alone keeps a tensor, and `exchange` drops each after its last piece was sent.
+            # From here on only `sources` refers to the tensors, so `exchange` can free each once it has been sent.
             for m in moved:
                 m.value = None
-            _give_up(given)
+            _invalidate(given)
         donate = given is not None
         values = exchange(plan, sources, dtypes, rank=own_rank(), group=group, device=device, donate=donate)
         return rebuild([x.cpu() if m.plain else to_memory(x, m.target) for m, x in zip(moved, values, strict=True)])
 
 
-def _give_up(tree_or_state: Tree) -> None:
-    """Invalidate the donated state or tree."""
+def _invalidate(tree_or_state: Tree) -> None:
+    """Invalidate a donated state or tree."""
     if isinstance(tree_or_state, TrainState):
         tree_or_state.donate()
         return
@@ -140,7 +139,7 @@ def _give_up(tree_or_state: Tree) -> None:
 
 
 def _group(meshes: Sequence[Mesh], ranks: tuple[int, ...]) -> Group | None:
-    """The group of the mesh that has all ranks, None outside it; else the group of all ranks there are."""
+    """Return the group of a mesh that has all ranks (None outside it), else the default process group."""
     if len(ranks) == 1:
         return Group(ranks, 0, None) if own_rank() in ranks else None
     for mesh in meshes:
@@ -153,7 +152,7 @@ def _group(meshes: Sequence[Mesh], ranks: tuple[int, ...]) -> Group | None:
 
 
 def _agree(plan: Plan, group: Group, device: torch.device) -> None:
-    """Check that all ranks have the same plan; with different ones they would deadlock or misread bytes."""
+    """Check that all ranks have the same plan: with different ones they would deadlock or misread bytes."""
     if group.process_group is None:
         return
     if group.size == world_size():
@@ -162,30 +161,30 @@ def _agree(plan: Plan, group: Group, device: torch.device) -> None:
         digests = gather_numbers(plan.digest, group.size, group.process_group, device.type)
     others = [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != plan.digest]
     if others:
-        text = f"is asked for different things on different ranks: rank {own_rank()} and ranks {others} differ."
+        text = f"got different arguments on different ranks: rank {own_rank()} and ranks {others} differ."
         raise LayoutError(message(text, mend="Give every rank the same tree, layout and budget."))
 
 
 @public
 def shard(values: Tree, layout: Any, *, sync: Sync | None = None) -> Tree:
-    """Shard full tensors, the same on every rank, as DTensors. Collective over the ranks of the mesh.
+    """Shard full tensors, equal on every rank, as DTensors. Collective over the ranks of the mesh.
 
-    Ranks compare a hash of all values, and send none of them unless `sync` is given.
+    Each rank keeps its own slices. Ranks compare checksums of all values; nothing else is sent unless `sync` is given.
 
     Args:
-        values: a tree of plain tensors, the same on every rank.
-        layout: a `Layout`, for its params, or a tree of `NamedSharding`s, or one for all leaves.
-        sync: None refuses values that differ between ranks. "rank0" sends the values of the first rank of the mesh to
-            all, leaf by leaf; other ranks need only the shapes and dtypes, such as tensors on the meta device.
+        values: Tree of plain tensors, equal on every rank.
+        layout: A `Layout` (its `params` apply), a tree of `NamedSharding`s, or one for all leaves.
+        sync: None to refuse values that differ between ranks, or "rank0" to send those of the mesh's first rank to all,
+            leaf by leaf; other ranks may pass tensors on the meta device.
 
     Returns:
-        DTensors in new memory, in the dtype of the values.
+        A tree of DTensors in new memory and in the dtypes of the values.
 
     Raises:
-        ArgumentError: another `sync`.
-        ConfigError: on every rank: ranks have different values; all such leaves are listed.
-        LayoutError: shapes that differ from the layout's, or leaves that are sharded already; all of them are listed.
-        TreeError: the trees do not match.
+        ArgumentError: `sync` is unknown, or a mesh is given for a layout.
+        ConfigError: Ranks have different values. Every rank raises and lists all such leaves.
+        LayoutError: Shapes differ from the layout's, or leaves are sharded already; all are listed.
+        TreeError: The trees don't match.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
@@ -198,30 +197,27 @@ def shard(values: Tree, layout: Any, *, sync: Sync | None = None) -> Tree:
         raise refuse("a tree, then a Layout or shardings", layout, mend)
     flat, spec = tree.flatten(values)
     targets, _ = reshard_leaves.shardings(spec, layout)
-    cut = [x is not None and isinstance(x, DTensor | Local) for x in flat]
-    if any(cut):
-        named = zip(tree.paths(values), flat, cut, strict=True)
-        rows = [f"{path} is {typeof(x)} already" for path, x, is_cut in named if is_cut]
-        raise LayoutError(message("cuts whole tensors.", rows, "Move these with fs.reshard."))
+    named = zip(tree.paths(values), flat, strict=True)
+    if rows := [f"{path} is {typeof(x)} already" for path, x in named if isinstance(x, DTensor | Local)]:
+        raise LayoutError(message("takes full tensors, and these leaves are sharded.", rows, "Use fs.reshard."))
     if isinstance(layout, Layout):
         check_fit(layout, flat, ((leaf.shape, None) for leaf in layout.leaves))
     for x, s in zip(flat, targets, strict=True):
         if s is not None:
             s.local_shape(tuple(x.shape))  # refuses a spec of more dims before ranks compare anything
-    whole = _agreed(dict(zip(tree.paths(values), zip(flat, targets, strict=True), strict=True)), sync)
-    return tree.unflatten(
-        spec, [x if s is None else _cut(whole[s.mesh](x), s.simplified()) for x, s in zip(flat, targets, strict=True)]
-    )
+    # Partial sums may differ between ranks: they are sharded, but not compared.
+    compared: dict[Mesh, dict[str, Any]] = {s.mesh: {} for s in targets if s is not None}
+    for path, x, s in zip(tree.paths(values), flat, targets, strict=True):
+        if s is not None and not s.partial:
+            compared[s.mesh][path] = x
+    received = {mesh: same_values(leaves, mesh, sync) for mesh, leaves in compared.items()}
+    pairs = zip(flat, targets, strict=True)
+    return tree.unflatten(spec, [x if s is None else _shard(received[s.mesh](x), s) for x, s in pairs])
 
 
-def _agreed(named: dict[str, tuple[Any, NamedSharding | None]], sync: Sync | None) -> dict[Mesh, Callable[[Any], Any]]:
-    """By mesh, what `same_values` returns for the tensors that go there. Terms of a sum may differ between ranks."""
-    meshes = dict.fromkeys(s.mesh for _, s in named.values() if s is not None)
-    compared = [(path, x, s.mesh) for path, (x, s) in named.items() if s is not None and not s.partial]
-    return {mesh: same_values({path: x for path, x, where in compared if where == mesh}, mesh, sync) for mesh in meshes}
-
-
-def _cut(x: Tensor, sharding: NamedSharding) -> DTensor:
+def _shard(x: Tensor, sharding: NamedSharding) -> DTensor:
+    """Copy this rank's slices of a full tensor."""
+    sharding = sharding.simplified()
     shape = tuple(x.shape)
     local = fill(sharding, sharding.local_shape(shape), x.dtype)
     grid = sharding.grid(shape)
@@ -232,21 +228,20 @@ def _cut(x: Tensor, sharding: NamedSharding) -> DTensor:
 
 @public
 def unshard(values: Tree, *, source: Any = None) -> Tree:
-    """Gather a leaf, or every leaf of a tree, into a plain tensor on every rank of its mesh. Collective.
+    """Gather every leaf of a tree into a plain tensor on every rank of its mesh. Collective.
 
-    Use it instead of `DTensor.full_tensor()`, which cannot gather leaves that are owned by pipeline stages or fused
-    over `tp`, and refuses them.
+    Unlike `DTensor.full_tensor()` it also gathers leaves that are owned by pipeline stages or fused over `tp`.
 
     Args:
-        values: a DTensor, a tree of them, or a `TrainState`; other leaves stay as they are. An unsharded state is for
-            reading: no function accepts it as a state in its layout.
-        source: as in `reshard`; leaves at rest do not need it.
+        values: A DTensor, a tree of them, or a `TrainState`; other leaves are kept as they are. An unsharded state is
+            only for reading: no function accepts it.
+        source: Layout of `Local` leaves, as in `reshard`.
 
     Returns:
-        The same tree with plain tensors of the global shapes.
+        The same tree with plain tensors of the global shapes, on the device of the mesh.
 
     Raises:
-        LayoutError: leaves that are unreduced, or are not in `source`; all of them are listed.
+        LayoutError: Leaves are unreduced, or don't match `source`; all are listed.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
@@ -267,12 +262,12 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
     sizes = None if source is not None or isinstance(values, TrainState) else _sizes(values)
     targets = tree.unflatten(spec, targets)
     moved, rebuild = reshard_leaves.of_tree(values, targets, source, sizes=sizes)
-    whole = _run(moved, rebuild)
-    return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, whole)
+    replicated = _run(moved, rebuild)
+    return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, replicated)
 
 
 def _sizes(values: Tree) -> list[tuple[int, ...] | None] | None:
-    """The global shapes of leaves that some stages lack; None if there is no such leaf. Collective."""
+    """Return the global shapes of leaves that some stages lack; None without such leaves. Collective."""
     staged = [x for x in tree.leaves(values) if isinstance(x, DTensor) and reshard_leaves.is_staged(x)]
     if not staged:
         return None
@@ -280,7 +275,7 @@ def _sizes(values: Tree) -> list[tuple[int, ...] | None] | None:
         return reshard_leaves.sizes_of_staged(values)
 
 
-# ------------------------------------------------------------------------------------------------------------- in words
+# ---------------------------------------------------------------------------------------------------------- explanation
 
 
 @dataclass(frozen=True)
@@ -288,13 +283,13 @@ class Explanation:
     """The plan of a reshard; prints as a table."""
 
     paths: tuple[str, ...]  # of the leaves
-    types: tuple[LeafType, ...]  # shape and dtype of each on the wire
-    plan: Plan  # what moves
-    rank: int  # whose bytes are "sent here"
+    types: tuple[LeafType, ...]  # shape and dtype as sent
+    plan: Plan
+    rank: int  # whose bytes are shown
 
     @property
     def rows(self) -> list[tuple[str, str, str, str, str, int, int]]:
-        """By leaf: path, type, from, to, how ("nothing", "slice", "gather", "all-to-all"), bytes sent here, in all."""
+        """Rows of path, type, from, to, how (such as "all-to-all"), bytes sent by `rank`, bytes sent by all ranks."""
         result: list[tuple[str, str, str, str, str, int, int]] = []
         for i, (path, kind) in enumerate(zip(self.paths, self.types, strict=True)):
             leaf = self.plan.leaves[i]
@@ -305,19 +300,21 @@ class Explanation:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sends to others."""
+        """Bytes that `rank` sends to others."""
         return sum(row[5] for row in self.rows)
 
     @property
     def total(self) -> int:
-        """Bytes that all ranks send."""
+        """Bytes that all ranks send together."""
         return sum(row[6] for row in self.rows)
 
     def __str__(self) -> str:
         head = ("leaf", "type", "from", "to", "how", f"sent by rank {self.rank}", "sent in all")
         table = [head, *(tuple(f"{x:,}" if isinstance(x, int) else x for x in row) for row in self.rows)]
         total = f"{self.sent:,}", f"{self.total:,}"
-        table.append((f"{len(self.paths)} leaves", "", "", "", f"{len(self.plan.rounds)} rounds", *total))
+        leaves, rounds = len(self.paths), len(self.plan.rounds)
+        texts = f"{leaves} {'leaf' if leaves == 1 else 'leaves'}", f"{rounds} {'round' if rounds == 1 else 'rounds'}"
+        table.append((texts[0], "", "", "", texts[1], *total))
         widths = [max(len(row[i]) for row in table) for i in range(len(head))]
         lines = [
             "  ".join(x.rjust(w) if i > 4 else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
@@ -328,16 +325,19 @@ class Explanation:
 
 @public
 def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BUDGET) -> Explanation:
-    """Show what `reshard` would do, leaf by leaf, and exactly how many bytes it would send.
+    """Show what `reshard` would do to each leaf, and exactly how many bytes it would send. Nothing is sent.
 
     Args:
-        a: a `TrainState`; a `Layout`, for the parameters and main copies of a state in it; or a tree of DTensors.
-        b: where it would go, as in `reshard`. Layouts may be on abstract meshes: nothing is moved or communicated.
-        rank: whose bytes to show; by default this process's.
-        budget: as in `reshard`.
+        a: A `TrainState`, a tree of DTensors, or a `Layout` for the parameters and main parameters of a state in it.
+        b: New layout, as in `reshard`. Both layouts may be on abstract meshes.
+        rank: Rank whose bytes are shown. Default: this process.
+        budget: Bytes of buffers per rank, as in `reshard`.
+
+    Returns:
+        An `Explanation`; print it for a table.
 
     Raises:
-        LayoutError: as `reshard`.
+        LayoutError: The leaves can't be moved, as in `reshard`.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -346,17 +346,12 @@ def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BU
         >>> print(fs.debug.explain_reshard(old, new))  # on rank 0
         leaf      type           from                to                  how         sent by rank 0  sent in all
         params.w  float32[8, 4]  P('dp') on {dp: 2}  P('dp') on {dp: 4}  all-to-all              32           96
-        1 leaves                                                         1 rounds                32           96
+        1 leaf                                                           1 round                 32           96
     """
-    moved = _moved(a, b)
+    if isinstance(a, Layout):
+        moved = reshard_leaves.of_layouts(a, b)
+    else:
+        moved, _ = (reshard_leaves.of_state if isinstance(a, TrainState) else reshard_leaves.of_tree)(a, b)
     plan = plan_routes(tuple(m.leaf for m in moved), budget)
     types = tuple(LeafType(m.shape, m.dtype) for m in moved)
     return Explanation(tuple(m.path for m in moved), types, plan, own_rank() if rank is None else rank)
-
-
-def _moved(a: Any, b: Any) -> list[Moving]:
-    if isinstance(a, TrainState):
-        return reshard_leaves.of_state(a, b)[0]
-    if isinstance(a, Layout):
-        return reshard_leaves.of_layouts(a, b)
-    return reshard_leaves.of_tree(a, b)[0]

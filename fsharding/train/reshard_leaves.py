@@ -1,4 +1,4 @@
-"""The leaves that a reshard moves: where each one is, where it goes, and how the state or tree is rebuilt of them."""
+"""The leaves that a reshard moves, with source and target shardings, and the functions that rebuild state or tree."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ Rebuild = Callable[[Sequence[Tensor]], Any]
 
 @dataclass
 class Moving:
-    """One leaf."""
+    """One leaf to move."""
 
     path: str
     shape: tuple[int, ...]
-    source: NamedSharding  # where it is
-    target: NamedSharding  # where it goes; for a plain tensor on every rank of a mesh, `P()` on that mesh
+    source: NamedSharding
+    target: NamedSharding  # for a plain tensor `P()` on all ranks of both meshes
     dtype: torch.dtype  # of the result; a cast is done before anything is sent
-    value: Tensor | None = None  # this rank's local tensor; None when only the plan is wanted
-    plain: bool = False  # a tensor that is no DTensor and stays on the CPU
+    value: Tensor | None = None  # this rank's local tensor; None if only the plan is wanted
+    plain: bool = False  # a plain tensor on the CPU, not a DTensor
 
     @property
     def leaf(self) -> MovedLeaf:
-        """The leaf as the plan of a reshard takes it."""
+        """Return the leaf without values and devices, for the plan."""
         source, target = (replace(s, mesh=abstract(s.mesh)) for s in (self.source, self.target))
         return MovedLeaf(self.shape, self.dtype.itemsize, source, target)
 
@@ -60,7 +60,7 @@ class Moving:
 
 
 def check_same_model(a: Layout, b: Layout) -> None:
-    """Refuses two layouts that cannot hold the same state; every leaf that differs is listed."""
+    """Refuse two layouts that can't hold the same state; list every leaf that differs."""
     if not isinstance(b, Layout):
         mend = "Plan one: fs.plan_layout(model, mesh), or state.layout.with_strategy(fs.zero(1))."
         raise refuse("a state or layout, then a Layout", b, mend)
@@ -87,27 +87,27 @@ def check_same_model(a: Layout, b: Layout) -> None:
         formats = [x.precision.moment_format or "a dtype" for x in (a, b)]
         rows.append(f"moments: {formats[0]} in the state, {formats[1]} in the layout")
     if rows:
-        mend = "Plan the layout with the model, frozen leaves and precision of the state; cast in a step of its own."
+        mend = "Plan the layout with the model, frozen leaves and precision of the state; cast separately."
         if all(row.endswith("in the state, not in the layout") for row in rows):
-            mend = "Give the optimizer, which makes the moments of new leaves: fs.reshard(state, layout, opt=opt)."
-        raise LayoutError(message("cannot move a state to the layout of another one.", rows, mend))
+            mend = "Pass the optimizer, which makes the moments of new leaves: fs.reshard(state, layout, opt=opt)."
+        raise LayoutError(message("cannot move a state to the layout of a different one.", rows, mend))
 
 
 class _Source(NamedTuple):
-    """A leaf that the values of another one can be made of."""
+    """A leaf of the old state from which a leaf of the new one can be made."""
 
     dtype: torch.dtype
     sharding: NamedSharding
-    value: Any  # a DTensor; None when only the plan is wanted
+    value: Any  # a DTensor; None if only the plan is wanted
 
     def to(self, path: str, leaf: LeafLayout, sharding: NamedSharding, dtype: torch.dtype) -> Moving:
-        """Move it to a place of the new layout."""
+        """Move the leaf to a sharding of the new layout."""
         value = None if self.value is None else local_of(self.value)
         return Moving(path, leaf.shape, self.sharding, sharding, dtype, value)
 
 
 def of_layouts(a: Layout, b: Layout, state: TrainState | None = None) -> list[Moving]:
-    """The parameters of a state in `a` on their way to `b`, main copies after each; with values if there is a state."""
+    """List the moves of parameters and main parameters from `a` to `b`; with values if there is a state."""
     check_same_model(a, b)
     values = {} if state is None else tree.named_leaves({"params": state.params, "main": state.main})
     key = None if state is None else rounding_key(state.key, state.step, b)
@@ -118,11 +118,13 @@ def of_layouts(a: Layout, b: Layout, state: TrainState | None = None) -> list[Mo
         source = kept = _Source(a.param_dtype(old), old.params, values.get(old.path_in("params")))
         full = _Source(a.precision.main_dtype(old.init), old.main, values.get(old.path_in("main")))
         full = full if a.has_main and old.trainable else kept
+        # A parameter is made of the old parameter if that has the same values, else of the main copy: it would lose
+        # bits on the way through a narrower dtype, or through a different format.
         same = a.rounds(old) == format and (format is None or a.precision.keep == b.precision.keep)
         if kept.dtype != wanted or not same:
             source = full
         if format is not None and not same:
-            # It is rounded before it is sent, where its main copy is.
+            # Rounded before it is sent, in the sharding of the main copy.
             x, home = source.value, source.sharding
             value = None if x is None else round_leaf(x, old, home, format, b.precision, key)
             source = _Source(wanted, home, value)
@@ -133,7 +135,7 @@ def of_layouts(a: Layout, b: Layout, state: TrainState | None = None) -> list[Mo
 
 
 def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
-    """Every leaf of a state on its way to a layout, and what makes the new state of the moved local tensors."""
+    """List the moves of all leaves of a state, and return the function that builds the new state from local tensors."""
     old = state.layout
     check_state(state)
     moved = of_layouts(old, layout, state)
@@ -145,7 +147,7 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     ranks = sorted({*abstract(old.mesh).members, *abstract(layout.mesh).members})
     known = _moment_pairs(state, layout)
     moved += [_other(path, x, known.get(path), old, layout, ranks) for path, x in zip(paths, flat, strict=True)]
-    # What `rebuild` closes over holds no tensor but those of `moved`, which are let go if the state is donated.
+    # `rebuild` must refer to no tensor except through `moved`, whose values are dropped if the state is donated.
     device = getattr(layout.mesh, "device_type", "cpu")
 
     def rebuild(values: Sequence[Tensor]) -> TrainState:
@@ -166,7 +168,7 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
 
 
 def _moment_pairs(state: TrainState, layout: Layout) -> dict[str, tuple[Moment, Moment]]:
-    """By path, each moment of a state as it is and as it will be."""
+    """Return each moment by path: its entry in the old layout, and in the new one."""
     found = places(state.opt_state, state.params)
     leaves = {leaf.path: leaf for leaf in layout.leaves}
     result: dict[str, tuple[Moment, Moment]] = {}
@@ -180,7 +182,7 @@ def _moment_pairs(state: TrainState, layout: Layout) -> dict[str, tuple[Moment, 
 def _other(
     path: str, x: Any, moment: tuple[Moment, Moment] | None, old: Layout, new: Layout, ranks: Sequence[int]
 ) -> Moving:
-    """A leaf that is no parameter: a moment goes with its parameter, a plain tensor to all ranks."""
+    """Move a leaf that isn't a parameter: a moment with its parameter, a plain tensor to all ranks."""
     if not isinstance(x, DTensor):
         here = reshard_plan.everywhere(abstract(old.mesh).members)
         there = reshard_plan.everywhere(ranks)
@@ -196,7 +198,7 @@ def _placed(moving: Moving, local: Tensor) -> Tensor:
 
 
 def _held(moving: Moving, local: Tensor) -> Tensor:
-    """The local tensor; where this rank holds nothing, in the shape that says so."""
+    """Return the local tensor, with the shape of an empty shard if this rank holds nothing."""
     return local if local.numel() else local.reshape(moving.target.local_shape(moving.shape))
 
 
@@ -204,13 +206,9 @@ def _held(moving: Moving, local: Tensor) -> Tensor:
 
 
 def of_tree(
-    values: Tree,
-    layout: Any,
-    source: Any = None,
-    *,
-    sizes: Sequence[tuple[int, ...] | None] | None = None,
+    values: Tree, layout: Any, source: Any = None, *, sizes: Sequence[tuple[int, ...] | None] | None = None
 ) -> tuple[list[Moving], Rebuild]:
-    """The leaves of a tree on their way to shardings, and what makes the new tree."""
+    """List the moves of a tree's leaves, and return the function that builds the new tree from local tensors."""
     flat, spec = tree.flatten(values)
     targets, shapes = shardings(spec, layout)
     sources, known = origins(values, source)
@@ -220,25 +218,27 @@ def of_tree(
         target = targets[i]
         if target is None or not isinstance(x, DTensor | Local):
             continue
-        told = sizes[i] if known[i] is None and sizes is not None else known[i]
-        if sources[i] is None and hides_owners(x) and (isinstance(x, Local) or (told is None and is_staged(x))):
+        # The global shape, by falling reliability: of the source layout, from the owners, of the target layout, and
+        # only then of the DTensor itself, which sees just its slice of the mesh.
+        size = sizes[i] if known[i] is None and sizes is not None else known[i]
+        if sources[i] is None and hides_owners(x) and (isinstance(x, Local) or (size is None and is_staged(x))):
             rows.append(f"{path or 'the leaf'} is {typeof(x)} on a slice of its mesh, and its full shape is unknown")
             continue
         here = sources[i] or (x.sharding if isinstance(x, Local) else home_of(x))
-        told = shapes[i] if told is None and here.assigned else told
-        shape = x.shape if isinstance(x, Local) else whole_shape(x, here) if told is None else told
+        size = shapes[i] if size is None and here.assigned else size
+        shape = x.shape if isinstance(x, Local) else whole_shape(x, here) if size is None else size
         local = x.value if isinstance(x, Local) else local_of(x)
         if here.partial or target.partial:
             rows.append(f"{path}: from {here} to {target}: take the sum first")
         elif here.local_shape(shape) != tuple(local.shape) or not _is_at(x, here):
-            rows.append(f"{path}: {here} of {list(shape)} is not what this rank holds, {list(local.shape)}")
+            rows.append(f"{path}: {here} of {list(shape)} doesn't match this rank's shard, {list(local.shape)}")
         else:
             moved[i] = Moving(path, tuple(shape), here, target.simplified(), local.dtype, local)
     if rows:
-        mend = f"Pass the layout in which the leaves are: {public_name()}(..., source=layout)."
+        mend = f"Pass the current layout of the leaves: {public_name()}(..., source=layout)."
         if all("unreduced" in row for row in rows):
-            mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
-        raise LayoutError(message(f"cannot move {len(rows)} leaves.", rows, mend))
+            mend = "Make reduced gradients: fs.value_and_grad(loss_fn, grads=layout.main)."
+        raise LayoutError(message("cannot move these leaves.", rows, mend))
 
     in_flight = [isinstance(x, Local) for x in flat]
     kept = [None if i in moved else x for i, x in enumerate(flat)]
@@ -253,18 +253,17 @@ def of_tree(
 
 
 def is_staged(x: DTensor) -> bool:
-    """Whether some ranks of the mesh have nothing of a leaf, and see a size of 0 along its first dim."""
+    """Return whether some ranks of the mesh own nothing of a leaf; there its first dim has size 0."""
     return any(a.dim is None for a in home_of(x).assigned)
 
 
 def sizes_of_staged(values: Tree) -> list[tuple[int, ...] | None]:
-    """By leaf, the global shape of a leaf that `is_staged`, which its owners send to the others. Collective."""
-    # None for every other leaf.
+    """Have the owners of staged leaves send the global shapes; None for every other leaf. Collective."""
     return [_size_of_staged(x) if isinstance(x, DTensor) and is_staged(x) else None for x in tree.leaves(values)]
 
 
 _SCALAR = 1 << 62
-"""What the owner of a leaf without dims sends in place of its first size."""
+"""Sent by the owner of a 0-d leaf, instead of 1 + its first size. A rank without the leaf sends 0."""
 
 
 def _size_of_staged(x: DTensor) -> tuple[int, ...]:
@@ -283,14 +282,14 @@ def _size_of_staged(x: DTensor) -> tuple[int, ...]:
 
 
 def _is_at(x: DTensor | Local, sharding: NamedSharding) -> bool:
-    """Whether a leaf is cut along the dims that a sharding says."""
+    """Return whether a leaf is sharded along the dims of a sharding."""
     if isinstance(x, Local):
         return x.sharding.simplified().spec == sharding.simplified().spec
     return tuple(x.placements) == sharding.placements() if is_member(sharding.mesh) else True
 
 
 def origins(values: Tree, source: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
-    """Return for each leaf its sharding and global shape, as far as they are known."""
+    """Return each leaf's sharding and global shape if `source` or the state's layout has them."""
     flat, spec = tree.flatten(values)
     if source is not None:
         return shardings(spec, source)
@@ -303,14 +302,14 @@ def origins(values: Tree, source: Any) -> tuple[list[NamedSharding | None], list
 
 
 def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
-    """By leaf of a structure, the shardings of a layout or tree, and global shapes where a layout knows them."""
+    """Return the shardings of a layout or tree by leaf of a structure, and the global shapes of a layout."""
     count = spec.num_leaves
     if isinstance(layout, NamedSharding):
         return [layout] * count, [None] * count
     if not isinstance(layout, Layout):
         result = tree.flatten_up_to(spec, layout)
         if odd := [x for x in result if x is not None and not isinstance(x, NamedSharding)]:
-            mend = "Give a Layout, a NamedSharding for all leaves, or a tree of them."
+            mend = "Pass a Layout, a NamedSharding for all leaves, or a tree of them."
             raise refuse("a Layout or shardings", odd[0], mend)
         return result, [None] * count
     by_leaf = tree.unflatten(layout.structure, list(layout.leaves))
@@ -321,7 +320,7 @@ def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[
 
 
 def devices(moved: Sequence[Moving]) -> list[Mesh]:
-    """The meshes on which leaves are and to which they go."""
+    """Return the source and target meshes of the leaves."""
     result = dict.fromkeys(s.mesh for m in moved if not m.plain for s in (m.source, m.target))
     if lost := [mesh for mesh in result if isinstance(mesh, AbstractMesh)]:
         text = f"cannot move anything from or to the abstract mesh {lost[0]}."

@@ -1,4 +1,4 @@
-"""Hashes of a rank's rows, computed where they are: ranks that have to read the same rows compare them."""
+"""Hashes of a rank's rows, computed on their device: ranks that must read the same rows compare them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fsharding.base.tree import Tree
 __all__ = ["hash_of_all", "hash_rows"]
 
 _WIDTH = 1 << 16
-"""Elements that are hashed by one row of weights."""
+"""Elements hashed by one row of weights."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def hash_rows(batch: Tree) -> dict[str, Tensor]:
-    """The hash of each leaf, int64, 0-d, on its device, by path; none of leaves without values."""
+    """Hash each leaf with values; return hashes by path (int64, 0-d, on the leaf's device)."""
     named = tree.named_leaves(batch)
     tensors = {path: x for path, x in named.items() if isinstance(x, Tensor)}
     return {path: _hash_of(x) for path, x in tensors.items() if not (x.is_meta or _compat.is_fake(x))}
@@ -29,7 +29,7 @@ def hash_rows(batch: Tree) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def hash_of_all(hashes: Mapping[str, Tensor]) -> Tensor | None:
-    """One hash of all leaves, int64, 0-d, on the device of the first; None where there are none."""
+    """Combine hashes to one (int64, 0-d, on the device of the first); None without any."""
     if not hashes:
         return None
     device = next(iter(hashes.values())).device
@@ -43,11 +43,12 @@ def _hash_of(x: Tensor) -> Tensor:
     # they were constructed to collide.
     bits = x.detach().contiguous().reshape(-1)
     bits = bits.view(_INTEGERS[min(bits.itemsize, 8)])
-    # A sum of products with odd numbers: each element that changes alone changes it.
+    # A sum of products with odd numbers, modulo 2^64: an odd factor is invertible, so a change of one element always
+    # changes the sum. Only kernels that every device has, and exact in any order.
     while bits.numel() > _WIDTH:
         weights = _weights(_WIDTH, bits.device)
         if bits.device.type == "cpu":
-            # In one buffer, which stays in the last cache.
+            # One buffer for all parts, which stays in the last-level cache.
             buffer = torch.empty(_WIDTH, dtype=torch.int64)
             parts = bits.split(_WIDTH)
             bits = torch.stack([buffer[: len(p)].copy_(p).mul_(weights[: len(p)]).sum() for p in parts])
@@ -60,14 +61,14 @@ def _hash_of(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _weights_of(paths: tuple[str, ...], device: torch.device) -> Tensor:
-    """Odd numbers of leaves by their paths."""
+    """Return an odd number per path."""
     numbers = [torch.full((1,), _odd(path), dtype=torch.int64, device=device) for path in paths]
     return torch.cat(numbers)
 
 
 @functools.lru_cache(maxsize=32)
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers without a pattern (the mixer of splitmix64)."""
+    """Return odd numbers without a pattern (the mixer of splitmix64)."""
     x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)

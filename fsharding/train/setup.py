@@ -1,4 +1,4 @@
-"""`setup`: from a model, a loss function and an optimizer to a first state and a train step, in one call."""
+"""`setup`: make a first state and a train step from a model, a loss function and an optimizer, in one call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.base.errors import ArgumentError, message
-from fsharding.base.public import check_function, check_optimizer, is_optimizer, public, refuse, refuse_module
+from fsharding.base.public import check_function, public, refuse_module
 from fsharding.base.tree import Tree
 from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.device_mesh import Mesh, abstract, make_mesh
@@ -24,7 +24,7 @@ from fsharding.sharding.strategy_names import StrategyName
 from fsharding.train.buffers import Buffers
 from fsharding.train.first_values import Sync
 from fsharding.train.state import TrainState, init_state
-from fsharding.train.step import TrainStep, make_train_step
+from fsharding.train.step import TrainStep, new_step
 from fsharding.train.step_options import StepOptions, StepSettings, takes_step_options
 
 __all__ = ["setup"]
@@ -50,32 +50,34 @@ def setup(
     sync: Sync | None = None,
     **options: Unpack[StepOptions],
 ) -> tuple[TrainState, TrainStep]:
-    """Makes the first state of a run and its train step.
+    """Make the first state of a run and its train step: `plan_layout`, `init_state` and `make_train_step` in one call.
+
+    Collective over the ranks of the mesh. Parameters and optimizer state are float32 unless `precision` is given.
 
     Args:
-        init_or_model: a function `key -> tree` of draws or tensors; a `Model`, or what `functionalize` returns; or a
-            tree of tensors to start from, the same on every rank.
-        loss_fn: `(params, batch) -> (sum, count)`; None for the loss of a `Model`.
-        opt: the optimizer, such as `fs.adamw(1e-3)`.
-        key: random key, the same on every rank.
-        strategy: what is cut over the data axes, or its name.
-        mesh: by default all ranks there are, along `dp`.
-        rules: as in `plan_layout`, and so are the next ones.
-        names: dim names of each leaf; a `Model` has its own.
-        precision: dtypes at rest, of compute and on the wire.
-        frozen: dotted paths, or beginnings of them, of leaves that are not trained.
-        stages: who owns what along `pp`; by default, for a `Model`, as the schedule says.
-        buffers: as in `init_state`.
-        tp: as in `plan_layout`.
-        sync: as in `init_state`: "rank0" starts all ranks from the values that rank 0 holds.
-        **options: how the step computes: see `StepOptions`.
+        init_or_model: Function `key -> tree` of `LazyTensor`s or tensors, a `Model`, the result of `functionalize`, or
+            a tree of tensors to start from, the same on every rank.
+        loss_fn: Function `(params, batch) -> (sum, count)`; None for the loss of a `Model`.
+        opt: Optimizer, such as `fs.adamw(1e-3)`.
+        key: Random key, int64[2], the same on every rank.
+        strategy: Sharding strategy over the data axes, or its name. Default: "zero3", fully sharded.
+        mesh: Device mesh. Default: all ranks, along `dp`.
+        rules: Map from dim names to mesh axes, see `AxisRules`.
+        names: Tree of dim names, one tuple per leaf; a `Model` has its own.
+        precision: Dtypes of storage, compute and communication. Default: float32 throughout.
+        frozen: Dotted paths, or prefixes of paths, of leaves that are not trained.
+        stages: Owner of each leaf along `pp`, as in `plan_layout`. Default: for a `Model`, the stages of `schedule`.
+        buffers: First values of `state.buffers`, as in `init_state`.
+        tp: "shard", or "replicate" to allow a `tp` axis that shards no leaf, as in `plan_layout`.
+        sync: None to require equal values on all ranks, or "rank0" to send those of rank 0, as in `init_state`.
+        **options: Settings of the step, see `StepOptions`.
 
     Returns:
-        (state, step): `state, metrics = step(state, batch)`; mesh and shardings are `state.layout`.
+        A pair `(state, step)`; call `state, metrics = step(state, batch)`. `state.layout` has the mesh and shardings.
 
     Raises:
-        ArgumentError: an argument of another kind, or two are swapped; no loss function for what is no `Model`.
-        ConfigError: as from `plan_layout`, `init_state` and `make_train_step`, and so are all other errors.
+        ArgumentError: An argument has a wrong type, two arguments are swapped, or `loss_fn` is missing.
+        FshardingError: Any error of `plan_layout`, `init_state` or `make_train_step`.
 
     Example:
         >>> init = lambda key: {"w": fs.random.normal(key, (4, 1))}
@@ -90,15 +92,12 @@ def setup(
     """
     settings = StepSettings(**options)
     refuse_module(init_or_model)
-    check_optimizer(opt)
-    if is_optimizer(loss_fn) and not hasattr(loss_fn, "block"):
-        raise refuse("a loss function, then an optimizer", loss_fn, "Swap the two.")
     is_model = hasattr(init_or_model, "block")
     if loss_fn is None and not is_model:
         mend = "Give a function (params, batch) -> (sum, count)."
-        raise ArgumentError(message("needs a loss function for what is no Model.", mend=mend))
-    if loss_fn is not None:
-        check_function("a loss function (params, batch)", loss_fn, 2)
+        raise ArgumentError(message("needs a loss function: only a Model has its own.", mend=mend))
+    # The step first: it checks loss function, optimizer and options before a mesh is made or anything is allocated.
+    step = new_step(init_or_model if loss_fn is None else loss_fn, opt, None, settings)
     mesh = make_mesh(dp=-1) if mesh is None else mesh
     model, shapes = _model(init_or_model)
     if is_model and stages is None and (ranks := abstract(mesh).axis_size("pp")) > 1:
@@ -108,12 +107,11 @@ def setup(
     layout = plan_layout(
         shapes, mesh, rules, strategy, precision=precision, names=names, frozen=frozen, stages=stages, tp=tp
     )
-    step = make_train_step(init_or_model if loss_fn is None else loss_fn, opt, **options)
     return init_state(model, opt, key, layout, buffers=buffers, sync=sync), step
 
 
 def _model(given: Any) -> tuple[Any, Any]:
-    """What `init_state` takes, and what `plan_layout` takes."""
+    """Return the model for `init_state`, and the model or tree of shapes for `plan_layout`."""
     if hasattr(given, "init") and hasattr(given, "names"):
         return given, given
     if callable(given):

@@ -1,4 +1,4 @@
-"""What data is to a training loop: a pure function of step and shard."""
+"""The interface of data for a training loop: batches as a pure function of step and shard."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ __all__ = ["WHOLE", "Data", "Shard"]
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The part of every global batch that one data-parallel rank reads: part `index` of `count`.
+    """The part of every global batch that one data rank reads: rows [index * B / count, (index + 1) * B / count).
 
-    Of a global batch of B rows these are the contiguous rows [index * B / count, (index + 1) * B / count).
+    Attributes:
+        index: Number of the part, in [0, count). Default: 0.
+        count: Number of parts. Default: 1, the full batch.
 
     Raises:
-        DataError: not 0 <= index < count.
+        DataError: `index` is outside [0, count).
 
     Example:
         >>> [fs.data.Shard(index, count=2).rows(8) for index in range(2)]
@@ -33,15 +35,21 @@ class Shard:
     @public
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
-            rule = f"cannot be index {self.index} of count {self.count}."
-            raise DataError(message(rule, mend="Give 0 <= index < count."))
+            rule = f"got index {self.index} for count {self.count}."
+            raise DataError(message(rule, mend="Pass 0 <= index < count."))
 
     @public
     def rows(self, batch_size: int) -> range:
-        """The rows of a global batch that belong to this shard.
+        """Return the row numbers of this shard in a global batch.
+
+        Args:
+            batch_size: Number of rows of the global batch.
+
+        Returns:
+            A range of `batch_size / count` rows.
 
         Raises:
-            DataError: `batch_size` is no multiple of `count`.
+            DataError: `batch_size` isn't a multiple of `count`.
         """
         if batch_size % self.count:
             below = batch_size - batch_size % self.count
@@ -54,11 +62,11 @@ class Shard:
 
 
 WHOLE = Shard()
-"""The whole global batch."""
+"""The full global batch."""
 
 
 class Data(Protocol):
-    """The interface of a data set for a training loop. `Tokens` and `Packed` are; so is anything with these three.
+    """The interface of a data set for a training loop: any object with these three, such as `Tokens` and `Packed`.
 
     Example:
         >>> class Zeros:
@@ -73,13 +81,13 @@ class Data(Protocol):
 
     @property
     def global_batch_size(self) -> int:
-        """Rows of one step over all data-parallel ranks."""
+        """Number of rows of one step over all data ranks."""
         ...
 
     def batch(self, step: int, shard: Shard = ...) -> dict[str, torch.Tensor]:
-        """The rows of `shard` at `step`: a pure function."""
+        """Return the rows of `shard` at `step`, as a pure function."""
         ...
 
     def fingerprint(self) -> str:
-        """A short text that differs when the batches differ."""
+        """Return a short text that differs if the batches differ."""
         ...

@@ -1,9 +1,9 @@
-"""The state of a run: parameters, optimizer, key, and the layout that says where all of it lives."""
+"""The state of a run: parameters, optimizer state, random key, and the layout that places them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from fsharding.base.public import (
 )
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
-from fsharding.comm.leaf_memory import copied, placed_as, to_memory
+from fsharding.comm.leaf_memory import copied, placed, placed_as
 from fsharding.comm.leaf_wires import wires_of_copies
 from fsharding.comm.redistribute import redistribute, send
 from fsharding.comm.tier_room import Planned, take_room
@@ -52,7 +52,7 @@ from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
 from fsharding.sharding.random import LazyTensor
 from fsharding.train.buffers import Buffers
-from fsharding.train.first_values import Sync, same_replicas, same_values
+from fsharding.train.first_values import Received, Sync, same_replicas, same_values
 from fsharding.train.state_check import check_leaves, check_main
 
 __all__ = [
@@ -64,22 +64,20 @@ __all__ = [
 
 @dataclass(init=False, repr=False)
 class TrainState(Immutable, instead="state = state.replace({name}=...)"):
-    """Everything that a run carries from step to step: a pytree whose layout is static data.
+    """Everything a run carries from step to step: a pytree with the layout as static data.
 
-    Attributes can't be assigned (`FrozenError`); `replace` makes a state with other values. A copied or unpickled state
-    works like any other.
+    Attributes can't be assigned (`FrozenError`); `replace` makes a state with different values.
 
     Attributes:
-        step: number of updates so far (int64, 0-d, on the CPU).
-        params: tree of DTensors, in `layout.params`.
-        main: main parameters in `layout.main` where they are kept apart, else None.
-        opt_state: the optimizer's state.
-        loss_scale: dynamic loss scale, or None.
-        key: random key (int64[2], on the CPU), the same from step to step; a step folds its number in, and hands the
-            result to a loss function that asks for a key.
-        layout: where all of it lives.
-        buffers: what the forward writes, such as running statistics: plain tensors by name, the same on every rank, on
-            the device of the mesh; {} for a model that writes none.
+        step: Number of updates so far (int64, 0-d, on the CPU).
+        params: Tree of DTensors in `layout.params`.
+        main: Main parameters in `layout.main`, or None if `params` contain them.
+        opt_state: State of the optimizer.
+        loss_scale: Dynamic loss scale, or None.
+        key: Random key (int64[2], on the CPU), constant during a run; each step folds its number in.
+        layout: Placement of all leaves.
+        buffers: Tensors that the forward writes, such as running statistics: plain tensors by name, equal on every
+            rank, on the device of the mesh. {} for a model without any.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -113,7 +111,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         vars(self).update(zip(_FIELDS, values, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles contain: no seal, since tensors made from them count their changes from zero."""
+        """Leave the seal out: copied and unpickled tensors count their changes from zero."""
         return {name: x for name, x in vars(self).items() if name != _SEAL}
 
     def __getattr__(self, name: str) -> Any:
@@ -128,7 +126,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         raise ArgumentError(report(f"TrainState is neither a dict nor a tuple, got [{name!r}].", mend=mend))
 
     def __repr__(self) -> str:
-        """Says which state it is and how much of it is here, without its numbers."""
+        """Show step, layout and bytes of this rank, without values of leaves."""
         if "layout" not in vars(self):
             return "TrainState(donated)"
         layout = self.layout
@@ -146,19 +144,25 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
 
     @public
     def replace(self, **changes: Any) -> TrainState:
-        """A state with some fields changed.
+        """Return a state with some fields changed.
+
+        Args:
+            **changes: New values by name of the field.
+
+        Returns:
+            A new state; all other fields are shared with this one.
 
         Raises:
-            LayoutError: `params` is given without `main`, although main parameters are separate: the next step would
+            LayoutError: `params` is given without `main`, but main parameters are separate: the next step would
                 overwrite the new parameters from `main`.
         """
         if "params" in changes and not {"main", "layout"} & {*changes} and self.main is not None:
-            mend = "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from_params."
+            mend = "Give both, main=fs.shard(full, state.layout.main); or make a new state, with fs.state_from_params."
             raise LayoutError(message("got params without main.", mend=mend))
         return TrainState(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
 
     def donate(self) -> TrainState:
-        """Hands everything over to a new state; this one raises `DonatedError` from now on."""
+        """Move all fields to a new state and return it; this one raises `DonatedError` from now on."""
         taken = self.replace()
         vars(self).clear()
         return taken
@@ -170,21 +174,21 @@ _ELSEWHERE = {
     "named_parameters": "They are a tree, state.params; fs.tree.named_leaves(state.params) has them by path.",
     "state_dict": "Save the state as it is: fs.checkpoint.save(path, state).",
     "load_state_dict": "Load a new one: state = fs.checkpoint.load(path, layout).",
-    "grads": "Take them of a loss: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
-    "grad": "Take them of a loss: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
+    "grads": "Compute them: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
+    "grad": "Compute them: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
     "apply_gradients": "Call fs.optim.apply_gradients(opt, grads, state.opt_state, state.params).",
     "optimizer": "Its state is state.opt_state; the optimizer itself is a pair of functions, such as fs.adamw(1e-3).",
     "tx": "Its state is state.opt_state; the optimizer itself is a pair of functions, such as fs.adamw(1e-3).",
     "mesh": "Write state.layout.mesh.",
     "strategy": "Write state.layout.strategy.",
     "to": "Make one elsewhere: fs.reshard(state, layout).",
-    "cuda": 'Its layout says where it is: fs.plan_layout(model, fs.make_mesh(device="cuda")).',
+    "cuda": 'Its layout sets the device: fs.plan_layout(model, fs.make_mesh(device="cuda")).',
 }
-"""Attributes that a state does not have, by the names that other libraries give them."""
+"""Hints for attributes of other libraries' states."""
 
 _FIELDS = tuple(f.name for f in fields(TrainState))
 STATE_FIELDS = tuple(name for name in _FIELDS if name != "layout")
-"""The fields of a state that have leaves, in the order of its leaves."""
+"""The fields that have leaves, in the order of a state's leaves."""
 
 tree.register_node(
     TrainState,
@@ -195,15 +199,15 @@ tree.register_node(
 
 
 def _shown(x: Any) -> str:
-    """A 0-d tensor as a number. A state may have been given anything, and a debugger shows it all the same."""
+    """Format a 0-d tensor as a number, and anything else by its type: `repr` must not fail on a malformed state."""
     is_number = isinstance(x, Tensor) and x.numel() == 1 and not (x.is_meta or _compat.is_fake(x))
     return f"{x.item():,}" if is_number else type(x).__name__
 
 
 class _Seal(NamedTuple):
-    """How often each parameter of a state had been changed in place when the state was made."""
+    """Version counters of the parameters when a state was made; they reveal later in-place changes."""
 
-    params: Tree  # the very tree: a state that was given another one has no seal
+    params: Tree  # compared by identity: a state made by `replace(params=...)` has no seal
     leaves: list[Any]
     versions: list[Any]
 
@@ -212,15 +216,15 @@ _SEAL = "_seal"
 
 
 def sealed(state: TrainState) -> TrainState:
-    """Record the parameters' version counters on the state, and return it. States made by `replace` have no record."""
-    if not torch.is_inference_mode_enabled():  # there, tensors do not count
+    """Record the parameters' version counters on a state, and return it."""
+    if not torch.is_inference_mode_enabled():  # tensors have no version counters there
         leaves = tree.leaves(state.params)
         vars(state)[_SEAL] = _Seal(state.params, leaves, _compat.versions_of(leaves))
     return state
 
 
 def refuse_changed(state: TrainState) -> None:
-    """Refuses parameters that were changed in place behind the back of the state that they are in."""
+    """Refuse parameters that were changed in place since the state was made."""
     seal: _Seal | None = vars(state).get(_SEAL)
     if seal is None or seal.params is not state.params:
         return
@@ -233,19 +237,16 @@ def refuse_changed(state: TrainState) -> None:
         for (path, x), before, after in zip(named, seal.versions, now, strict=True)
         if before != after
     ]
-    mend = "Make new ones on every rank, state = state.replace(params=fs.tree.map(f, state.params))"
-    mend += (
-        "; main parameters are kept apart here, so change those: main = fs.tree.map(f, state.main), and"
-        " params=fs.params_from_main(main, state.params, state.layout)."
-        if state.main is not None
-        else "."
-    )
+    mend = "Make new ones on every rank, state = state.replace(params=fs.tree.map(f, state.params))."
+    if state.main is not None:
+        mend = mend[:-1] + "; main parameters are separate here, so change those: main = fs.tree.map(f, state.main),"
+        mend += " and params=fs.params_from_main(main, state.params, state.layout)."
     rule = "got parameters that were changed in place since the state was made."
     raise ArgumentError(message(rule, rows, mend))
 
 
 def refuse_unlike_replicas(state: TrainState) -> None:
-    """Compare what several ranks hold of a state that was made by `replace` on some rank. Collective."""
+    """Compare replicated values of a state that some rank made by `replace`. Collective."""
     seal: _Seal | None = vars(state).get(_SEAL)
     named = tree.named_leaves(state).items()
     held = {path: x for path, x in named if isinstance(x, DTensor) or path.startswith("buffers.")}
@@ -254,8 +255,8 @@ def refuse_unlike_replicas(state: TrainState) -> None:
 
 @contextmanager
 def donated_if_written(state: TrainState) -> Generator[None]:
-    """If the block raises after it has written into a state, the state is donated; else it stays as it is."""
-    counts = not torch.is_inference_mode_enabled()  # there, tensors do not count how often they are written
+    """Donate a state if the block raises after it has written to it: a half-updated state must not be used."""
+    counts = not torch.is_inference_mode_enabled()  # tensors have no version counters there
     leaves = [local_of(x) for x in tree.leaves(state) if isinstance(x, Tensor)] if counts else []
     before = [_compat.version_of(x) for x in leaves]
     try:
@@ -267,7 +268,7 @@ def donated_if_written(state: TrainState) -> Generator[None]:
 
 
 def _check_start(opt: Any, key: Any, layout: Any) -> None:
-    """Refuses arguments of another kind, and a key and a layout that are swapped."""
+    """Refuse arguments of wrong types, and a key and a layout that are swapped."""
     check_optimizer(opt)
     if not isinstance(layout, Layout):
         swapped = isinstance(key, Layout)
@@ -279,29 +280,27 @@ def _check_start(opt: Any, key: Any, layout: Any) -> None:
         raise SpecError(message(rule, mend=mend))
 
 
-def init_params(draws: Tree, layout: Layout, kind: str = "params", whole: Callable[[Any], Any] | None = None) -> Tree:
-    """Evaluates each rank's slice of lazy draws."""
+def init_params(draws: Tree, layout: Layout, kind: str = "params", received: Received | None = None) -> Tree:
+    """Evaluate this rank's slices of lazy tensors."""
 
     def place(draw: Any, leaf: Any) -> DTensor | None:
         sharding: NamedSharding = getattr(leaf, kind)
         if kind == "main" and not leaf.trainable:
             return None
         dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
+        at_rest = sharding.shape_at_rest(leaf.shape)
         if _compat.makes_fakes():
             device = sharding.device_mesh().device_type
-            fake = torch.empty(sharding.local_shape(leaf.shape), dtype=dtype, device=device)
-            return sharding.to_dtensor(to_memory(fake, sharding), leaf.shape)
-        draw = draw if whole is None else whole(draw)
+            return placed(torch.empty(sharding.local_shape(leaf.shape), dtype=dtype, device=device), sharding, at_rest)
+        draw = draw if received is None else received(draw)
         grid = sharding.grid(leaf.shape)
         parts = [] if grid is None else [(_slice(draw, box), place) for box, place in boxes.grid_boxes(grid)]
         local = parts[0][0] if len(parts) == 1 else torch.empty(sharding.local_shape(leaf.shape), dtype=leaf.init)
         if len(parts) > 1:
             for part, place in parts:
                 local[place] = part
-        main = local.to(layout.precision.main_dtype(leaf.init)).to(dtype)
-        if not sharding.is_away:
-            main = main.to(sharding.device_mesh().device_type)
-        return sharding.to_dtensor(to_memory(main, sharding), leaf.shape)
+        # Through the main dtype, so that parameters start as the rounded main parameters in every layout.
+        return placed(local.to(layout.precision.main_dtype(leaf.init)).to(dtype), sharding, at_rest)
 
     leaves = tree.flatten_up_to(layout.structure, draws, ("the layout", "the model"))
     check_fit(layout, leaves, ((leaf.shape, leaf.init) for leaf in layout.leaves))
@@ -324,42 +323,45 @@ def init_state(
     buffers: Buffers | None = None,
     sync: Sync | None = None,
 ) -> TrainState:
-    """The first state of a run. Each rank draws only its own slices; the values are bitwise the same in every layout.
+    """Make the first state of a run. Collective over the ranks of the layout's mesh.
+
+    Each rank evaluates only its own slices of random leaves; values are bitwise identical in every layout. Full tensors
+    are never sent unless `sync` is given.
 
     Args:
-        model: a `Model`, or a function `key -> tree of LazyTensors or tensors`.
-        opt: the optimizer, such as `fs.adamw(1e-3)`.
-        key: int64[2], a random key, from which init and steps draw.
-        layout: where everything goes. Moments are in `layout.precision.moments` where `opt` has no dtype of its own.
-        buffers: first values of `state.buffers`, the same on every rank: tensors by name. By default those that the
-            forward of a functionalized module writes, as the module has them.
-        sync: None compares the values that ranks hold, such as those of a module, and refuses different ones. "rank0"
-            sends the values of the first rank of the mesh to all, leaf by leaf, also its buffers and constants; other
-            ranks may have the module on the meta device. Random values follow from `key`, which must be the same.
+        model: A `Model`, or a function `key -> tree of LazyTensors or tensors`.
+        opt: Optimizer, such as `fs.adamw(1e-3)`.
+        key: Random key, int64[2], from which init and all steps derive theirs. Equal on every rank.
+        layout: Placement of all leaves. Moments get the dtype `layout.precision.moments` unless `opt` sets one.
+        buffers: First values of `state.buffers` by name, equal on every rank. Default: those of a functionalized
+            module.
+        sync: None to compare the values that ranks hold, such as weights of a module, and refuse different ones.
+            "rank0" to send the values, buffers and constants of the mesh's first rank to all; other ranks may then
+            have the module on the meta device.
+
+    Returns:
+        The state before the first step.
 
     Raises:
-        ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped;
-            or another `sync`.
-        LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
-        TreeError: the layout was planned for another tree.
-        ConfigError: on every rank: ranks have different keys, different first values, or different buffers of a module;
-            or one random draw stands at several leaves. All such leaves are listed.
-        DiskError: on every rank: one has too little room for what the strategy keeps there.
+        ArgumentError: An argument has a wrong type, such as an `nn.Module`, two are swapped, or `sync` is unknown.
+        LayoutError: The layout was planned for different shapes or dtypes; all such leaves are listed.
+        TreeError: The layout was planned for a different tree.
+        ConfigError: Ranks have different keys, values or buffers, or one random leaf is used twice. Every rank raises
+            and lists all such leaves.
+        DiskError: A rank's disk lacks room for what the strategy keeps there. Every rank raises.
 
     Example:
-        >>> def init(key):
-        ...     up, down = fs.random.split(key, 2)
-        ...     return {"up": fs.random.normal(up, (4, 8)), "down": fs.random.normal(down, (8, 2))}
+        >>> init = lambda key: {"w": fs.random.normal(key, (4, 8))}
         >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> state = fs.init_state(init, fs.adamw(1e-3), fs.random.key(0), layout)
-        >>> fs.unshard(state.params["up"]).shape
+        >>> fs.unshard(state.params["w"]).shape
         torch.Size([4, 8])
     """
     if is_optimizer(model) and not is_optimizer(opt):
         raise refuse("a model, then an optimizer", model, "Swap the two.")
     make = getattr(model, "init", model)
     if issubclass(type(make), dict | list | tuple):
-        mend = "Of parameters that are there: fs.state_from_params(params, opt, key, layout)."
+        mend = "Start from existing parameters with fs.state_from_params(params, opt, key, layout)."
         raise refuse("a Model, or a function of a key", make, mend)
     check_function("a Model, or a function of a key", make, 1, exactly=True)
     _check_start(opt, key, layout)
@@ -371,13 +373,15 @@ def init_state(
         named = {f"params.{path}" if path else "params": x for path, x in tree.named_leaves(draws).items()}
         constants = constants_of(model)
         named |= {f"buffers.{name}": x for name, x in {**constants, **first}.items()}
-        whole = same_values(named, layout.mesh, sync, {"key": str(run_key.tolist())})
-        first = {name: whole(x) for name, x in first.items()}
-        _put(constants, whole)
+        received = same_values(named, layout.mesh, sync, {"key": str(run_key.tolist())})
+        first = {name: received(x) for name, x in first.items()}
+        _put(constants, received)
         run_key = run_key.clone()
+    # After the last error that only some ranks could raise, and before the first tensor of the state is made.
     take_room(layout, _planned(layout, opt))
-    params = init_params(draws, layout, whole=whole)
-    main = init_params(draws, layout, "main", whole) if layout.has_main else None
+    params = init_params(draws, layout, received=received)
+    main = init_params(draws, layout, "main", received) if layout.has_main else None
+    # Quantized parameters are made of their main copies, as after an update.
     if main is not None and any(layout.rounds(leaf) is not None for leaf in layout.leaves):
         params = spread(main, params, layout, donate=True, key=rounding_key(run_key, _no_updates(), layout))
     return _first_state(params, main, opt, run_key, layout, first)
@@ -390,19 +394,19 @@ def _no_updates() -> Tensor:
 def _first_state(
     params: Tree, main: Tree, opt: GradientTransformation, key: Tensor, layout: Layout, buffers: Buffers
 ) -> TrainState:
-    """Make the state before the first step, of parameters and of main parameters that are kept apart, or None."""
+    """Make the state before the first step; `main` is None if the parameters contain it."""
     opt_state = _first_moments(opt, main if main is not None else _slices(params, layout), layout)
-    scale, placed = layout.precision.init_scale(), _placed(buffers, layout)
-    return sealed(TrainState(_no_updates(), params, main, opt_state, scale, key, layout, placed))
+    scale = layout.precision.init_scale()
+    return sealed(TrainState(_no_updates(), params, main, opt_state, scale, key, layout, _owned(buffers, layout)))
 
 
 def _planned(layout: Layout, opt: GradientTransformation) -> Iterator[Planned]:
-    # A generator: only a layout with a file asks the optimizer for the leaves of its state.
+    """Yield the leaves of a state; lazily, since only a tier that can run out of room plans the optimizer's."""
     yield from (entry.planned for entry in layout.entries(opt) if entry.planned is not None)
 
 
 def _first_buffers(buffers: Any) -> Buffers:
-    """Refuse first values of buffers that are no plain tensors by name."""
+    """Refuse buffers that aren't plain tensors by name."""
     if not isinstance(buffers, Mapping):
         raise refuse("buffers= as tensors by name", buffers, "Give a dict: {'mean': torch.zeros(4)}.")
     odd = [
@@ -416,8 +420,8 @@ def _first_buffers(buffers: Any) -> Buffers:
     return buffers
 
 
-def _placed(buffers: Buffers, layout: Layout) -> Buffers:
-    """First values of buffers in memory of the state's own, on the device of the mesh."""
+def _owned(buffers: Buffers, layout: Layout) -> Buffers:
+    """Copy buffers to the device of the mesh: a state never shares memory with a module."""
     assert isinstance(layout.mesh, DeviceMesh)
     device = layout.mesh.device_type
     if _compat.makes_fakes():
@@ -426,12 +430,12 @@ def _placed(buffers: Buffers, layout: Layout) -> Buffers:
 
 
 def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -> Tree:
-    """The first state of an optimizer in a layout."""
+    """Make the first optimizer state in a layout."""
     kept = layout.precision.moments
-    whole = layout.meta_main()
+    full = layout.meta_main()
 
     def start(params: Tree) -> Tree:
-        state = opt.start(params, moments=kept, shardings=layout.main, whole=whole, stacked=layout.stacked)
+        state = opt.start(params, moments=kept, shardings=layout.main, whole=full, stacked=layout.stacked)
         known = layout.moments(state)
 
         def place(path: str, x: Any) -> Any:
@@ -450,29 +454,26 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
 
 
 def _refuse_shared_draws(draws: Tree) -> None:
-    """Refuse one random draw at two leaves, which would start equal and be trained apart."""
+    """Refuse one random tensor at two leaves: they would start equal and be trained separately."""
     paths: dict[int, list[str]] = {}
     for path, x in tree.named_leaves(draws).items():
         if isinstance(x, LazyTensor) and x.kind != "full":
             paths.setdefault(id(x), []).append(f"params.{path}")
-    if rows := [f"{', '.join(same)} are one draw" for same in paths.values() if len(same) > 1]:
-        mend = (
-            "Draw each with a key of its own: first, second = fs.random.split(key). Leaves that are to start equal are"
-            " two draws with one key."
-        )
-        raise ConfigError(message("got one lazy draw at several leaves.", rows, mend))
+    if rows := [f"{', '.join(same)} are one LazyTensor" for same in paths.values() if len(same) > 1]:
+        mend = "Use one key per leaf: first, second = fs.random.split(key). For equal values, call twice with one key."
+        raise ConfigError(message("got one LazyTensor at several leaves.", rows, mend))
 
 
 @torch.no_grad()
-def _put(constants: Mapping[str, Tensor], whole: Callable[[Any], Any]) -> None:
-    """Write received constants where the model keeps them."""
+def _put(constants: Mapping[str, Tensor], received: Received) -> None:
+    """Write received constants to the model's own tensors."""
     for x in constants.values():
-        if (received := whole(x)) is not x:
-            x.copy_(received)
+        if (value := received(x)) is not x:
+            x.copy_(value)
 
 
 def constants_of(model: Any) -> Mapping[str, Tensor]:
-    """The tensors that a model computes with beside its parameters."""
+    """Return the tensors that a model computes with besides its parameters."""
     constants = getattr(model, "constants", None)
     return {} if constants is None else constants()
 
@@ -481,22 +482,24 @@ def constants_of(model: Any) -> Mapping[str, Tensor]:
 def state_from_params(
     params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout, *, buffers: Buffers | None = None
 ) -> TrainState:
-    """The first state of a run that starts from given parameters, such as `fs.foreign.load_weights` reads. Collective.
+    """Make the first state of a run from existing parameters, such as those of `fs.foreign.load_weights`. Collective.
 
     Args:
-        params: tree of DTensors, which the state takes over: main parameters in `layout.main` and their dtype, frozen
-            ones in `layout.params`.
-        opt: the optimizer, such as `fs.adamw(1e-3)`.
-        key: random key; the steps of the run draw what those of `init_state` with this key would draw.
-        layout: from `plan_layout`; says where each leaf goes.
-        buffers: first values of `state.buffers`, the same on every rank, such as `net.init_buffers()`; by default none.
+        params: Tree of DTensors, owned by the state afterwards: main parameters, in `layout.main` and the main dtype
+            (float32 by default); frozen leaves in `layout.params`.
+        opt: Optimizer, such as `fs.adamw(1e-3)`.
+        key: Random key, int64[2]; the steps use the same keys as after `init_state` with it.
+        layout: Placement of all leaves, from `plan_layout`.
+        buffers: First values of `state.buffers`, equal on every rank, such as `net.init_buffers()`. Default: none.
+
+    Returns:
+        The state before the first step.
 
     Raises:
-        ArgumentError: an argument of another kind, or a key and a layout that are swapped.
-        ConfigError: on every rank: ranks have different keys or buffers, or hold one part of a leaf with different
-            values; all are listed.
-        LayoutError: parameters of other shapes or dtypes; all of them are listed.
-        TreeError: another tree.
+        ArgumentError: An argument has a wrong type, or key and layout are swapped.
+        ConfigError: Ranks have different keys or buffers, or different values of one shard. Every rank raises.
+        LayoutError: Parameters have different shapes, dtypes or shardings; all are listed.
+        TreeError: The layout was planned for a different tree.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -523,7 +526,7 @@ def state_from_params(
 
 
 def refrozen(state: TrainState, layout: Layout, opt: GradientTransformation) -> TrainState:
-    """Train some leaves that were frozen, or freeze some that were trained; all others keep values and moments."""
+    """Freeze or unfreeze leaves as in a layout; leaves trained in both keep values and moments."""
     old = state.layout
     mains = tree.flatten_up_to(old.structure, main_of(state))
     both = [*zip(old.leaves, layout.leaves, tree.leaves(state.params), mains, strict=True)]
@@ -535,10 +538,11 @@ def refrozen(state: TrainState, layout: Layout, opt: GradientTransformation) -> 
     gone = before.keys() - state_leaves(fresh.opt_state).keys()
     owners = places(state.opt_state, state.params)
     if rows := [f"opt_state.{path}" for path in gone if path not in owners or owners[path].param in kept]:
-        raise TreeError(message("got a state of another optimizer.", rows, "Give the optimizer of this state: opt=..."))
+        mend = "Pass the optimizer that the state was made with: opt=..."
+        raise TreeError(message("got a state of a different optimizer.", rows, mend))
 
     def same(new: Tree, of_old: Tree) -> Tree:
-        """The old leaves, where a leaf is trained or frozen in both layouts."""
+        """Return the old leaf where it is trained, or frozen, in both layouts; else the new one."""
         news, olds = (tree.flatten_up_to(old.structure, x) for x in (new, of_old))
         pairs = zip(both, news, olds, strict=True)
         return tree.unflatten(old.structure, [y if a.trainable == b.trainable else x for (a, b, *_), x, y in pairs])
@@ -546,23 +550,25 @@ def refrozen(state: TrainState, layout: Layout, opt: GradientTransformation) -> 
     main = fresh.main
     if main is not None and state.main is not None:
         main = same(main, state.main)
-    return sealed(
-        state.replace(
-            params=same(fresh.params, state.params),
-            main=main,
-            opt_state=with_leaves(fresh.opt_state, before),
-            layout=layout,
-        )
-    )
+    params = same(fresh.params, state.params)
+    opt_state = with_leaves(fresh.opt_state, before)
+    return sealed(state.replace(params=params, main=main, opt_state=opt_state, layout=layout))
 
 
 @public
 def main_params(params: Tree, layout: Layout) -> Tree:
-    """Main parameters where the params hold them: slices (views) in `layout.main`; None for frozen leaves.
+    """Slice parameters into main parameters: views in `layout.main`. Nothing is sent.
+
+    Args:
+        params: Parameters in `layout.params`.
+        layout: Their layout.
+
+    Returns:
+        The tree of DTensors in `layout.main`; None for frozen leaves.
 
     Raises:
-        LayoutError: parameters that are not what the layout says; all of them are listed.
-        TreeError: another tree.
+        LayoutError: Parameters don't match the layout; all are listed.
+        TreeError: The layout was planned for a different tree.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(1))
@@ -581,7 +587,7 @@ def _slices(params: Tree, layout: Layout) -> Tree:
 
 
 def main_of(state: TrainState) -> Tree:
-    """The main parameters of a state, kept apart or not; None for frozen leaves."""
+    """Return the main parameters of a state, separate or not; None for frozen leaves."""
     return state.main if state.main is not None else _slices(state.params, state.layout)
 
 
@@ -589,21 +595,24 @@ def main_of(state: TrainState) -> Tree:
 def params_from_main(
     main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None
 ) -> Tree:
-    """Derive parameters from updated main parameters: cast, and all-gather where they are less sharded.
+    """Derive parameters from updated main parameters: cast, and all-gather if they are less sharded. Collective.
 
-    Where the layout's precision has a format of weights, these parameters are rounded to it.
+    Weights are quantized before they are sent if the layout's precision has a weight format.
 
     Args:
-        main: the main parameters; None for frozen leaves.
-        params: the parameters before.
-        layout: of both.
-        donate: the memory of `params` may be used.
-        key: int64[2], for a format whose rounding is stochastic.
+        main: Main parameters in `layout.main`; None for frozen leaves.
+        params: Current parameters in `layout.params`; frozen leaves are returned as they are.
+        layout: Layout of both trees.
+        donate: Whether the memory of `params` may be overwritten. Default: False.
+        key: Random key, int64[2], for a format with stochastic rounding.
+
+    Returns:
+        The new parameters in `layout.params`.
 
     Raises:
-        ConfigError: rounding is stochastic, and there is no key.
-        LayoutError: leaves that are not what the layout says; all of them are listed.
-        TreeError: another tree.
+        ConfigError: Rounding is stochastic, and no key is given.
+        LayoutError: Leaves don't match the layout; all are listed.
+        TreeError: The layout was planned for a different tree.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(1))
@@ -617,13 +626,13 @@ def params_from_main(
 
 
 def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision | None = None) -> Tensor | None:
-    """Return the key that rounds weights after `step` updates, which the host does not read; None without one."""
+    """Return the key of stochastic rounding after `step` updates; None if nothing rounds so. The host reads nothing."""
     stochastic = layout.precision.stochastic_weights or (precision or layout.precision).stochastic_terms
     return random.fold_in_count(key, step) if stochastic else None
 
 
 def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None) -> Tree:
-    """`params_from_main` of leaves that are known to be in the layout."""
+    """Do `params_from_main` on leaves that were checked already."""
     targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
     dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
     flat = tree.flatten_up_to(layout.structure, main, ("the layout", "main"))
@@ -637,7 +646,13 @@ def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, ke
 
 @public
 def state_bytes(state: Tree) -> int:
-    """Bytes of all local tensors of a tree.
+    """Count the bytes of all local tensors of a tree.
+
+    Args:
+        state: A `TrainState`, or any tree with DTensors or plain tensors; other leaves count 0.
+
+    Returns:
+        Bytes on this rank.
 
     Example:
         >>> fs.debug.state_bytes({"w": torch.zeros(8), "step": 3})

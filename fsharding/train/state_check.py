@@ -1,4 +1,4 @@
-"""Check that a state matches its layout, leaf by leaf; every step, save and reshard begins with it."""
+"""Check that a state matches its layout, leaf by leaf. Every step, save and reshard begins with this."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["StateCheck", "check_leaves", "check_main", "check_numbers", "check_s
 
 
 class StateCheck:
-    """Checks the states of one layout, again and again."""
+    """Checks many states of one layout."""
 
-    # `layout`: the same. `_seen` has, for each field, the structure of the last state that was right, and a glance at
-    # each of its leaves; so a field that looks the same is right as well, whatever its values.
+    # `_seen` has the structure of each field in the last correct state, and a glance at each of its leaves: spec, local
+    # shape and dtype. A field that looks the same is correct too, so most steps compare nothing else.
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._seen: dict[str, tuple[Any, list[Any]]] = {}
 
     def __call__(self, state: Any) -> None:
-        """Compares a state with its layout. Each rank looks at its own leaves; nothing is sent."""
+        """Compare a state with its layout. Each rank looks at its own shards; nothing is sent."""
         rows = _numbers(state)
         mends = [_NUMBERS] if rows else []
         for field, (find, mend) in _FIELDS.items():
@@ -48,15 +48,14 @@ class StateCheck:
             rows += result
             mends += [mend] if result else []
         if rows:
-            text = f"got a state of which {len(rows)} leaves are not what its layout says."
-            raise LayoutError(message(text, rows, "\n".join(mends)))
+            raise LayoutError(message("got a state that doesn't match its layout.", rows, "\n".join(mends)))
 
 
 _NUMBERS = "Keep step as a 0-d int64, and key as fs.random.key makes it, on the CPU."
 
 
 def check_state(state: Any) -> None:
-    """Compares a state with its layout, once."""
+    """Compare one state with its layout."""
     StateCheck(state.layout)(state)
 
 
@@ -66,13 +65,13 @@ def check_leaves(params: Tree, layout: Layout) -> None:
 
 
 def check_numbers(state: Any) -> None:
-    """Refuses a state whose step or key cannot be read."""
+    """Refuse a state whose step or key can't be read."""
     if rows := _numbers(state):
         raise LayoutError(message("got a state without a step number or a key.", rows, _NUMBERS))
 
 
 def check_main(main: Tree, params: Tree, layout: Layout) -> None:
-    """Compares main parameters, and the frozen parameters beside them, with a layout."""
+    """Compare main parameters and frozen parameters with a layout."""
     mains = tree.flatten_up_to(layout.structure, main, ("the layout", "main"))
     others = tree.flatten_up_to(layout.structure, params, ("the layout", "params"))
     rows: list[str] = []
@@ -87,17 +86,16 @@ def check_main(main: Tree, params: Tree, layout: Layout) -> None:
 
 def _refuse(rows: Sequence[str], kind: str) -> None:
     if rows:
-        text = f"got {len(rows)} leaves that are not what the layout says."
-        mend = f"Bring them there: fs.shard(..., layout.{kind}) for whole tensors, fs.reshard for DTensors."
-        raise LayoutError(message(text, rows, mend))
+        mend = f"Bring them there: fs.shard(..., layout.{kind}) for full tensors, fs.reshard for DTensors."
+        raise LayoutError(message("got leaves that don't match the layout.", rows, mend))
 
 
 def _numbers(state: Any) -> list[str]:
-    """Refuses values that are no step number, or no key."""
+    """Describe a step that isn't a step number, and a key that isn't a key."""
     rows: list[str] = []
     for name, shape in (("step", ()), ("key", (2,))):
         x = getattr(state, name)
-        # A step that is counted on a device, so that no host waits for it, stays there.
+        # `step` may be counted on a device, so that no host waits for it; the key is always read by the host.
         wrong_device = isinstance(x, Tensor) and x.device.type != "cpu" and (name == "key" or x.is_meta)
         if not isinstance(x, Tensor) or (tuple(x.shape), x.dtype) != (shape, torch.int64) or wrong_device:
             rows.append(f"{name} is {_kind(x)}" + (f" on {x.device}" if isinstance(x, Tensor) else ""))
@@ -112,14 +110,16 @@ def _parameters(values: Tree, layout: Layout, field: str = "params") -> list[str
     for entry in layout.entries():
         if entry.path in found and entry.sharding is not None:
             rows += _objection(entry.path, found.pop(entry.path), entry.shape, entry.dtype, entry.sharding)
-    frozen = "the layout has it frozen, without a main copy"
+    frozen = "the layout freezes this leaf, so it has no main copy"
     return rows + [f"{path} is {_kind(x)}; {frozen}" for path, x in found.items() if x is not None]
 
 
 def _main(values: Tree, layout: Layout) -> list[str]:
     if layout.has_main == (values is not None):
         return [] if values is None else _parameters(values, layout, "main")
-    return ["main is None, but the layout keeps main parameters apart" if values is None else "main is not kept apart"]
+    if values is None:
+        return ["main is None; the layout has separate main parameters"]
+    return ["main isn't None; the layout has no separate main parameters"]
 
 
 def _moments(values: Tree, layout: Layout) -> list[str]:
@@ -147,25 +147,26 @@ def _buffers(values: Any, layout: Layout) -> list[str]:
 
 
 def _objection(path: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, sharding: NamedSharding) -> Sequence[str]:
-    """Return one row if a leaf is something else than what is wanted of it."""
+    """Describe how a leaf differs from its entry in the layout; [] if it doesn't."""
     wanted = LeafType(shape, dtype, sharding)
     if not isinstance(x, DTensor):
-        return [f"{path} is {_kind(x)}; the layout says {wanted}"]
+        return [f"{path} is {_kind(x)}; the layout has {wanted}"]
     at_rest = sharding.shape_at_rest(shape), sharding.placements(), sharding.device_mesh()
     if (tuple(x.shape), tuple(x.placements), x.device_mesh) != at_rest or x.dtype != dtype:
-        return [f"{path} is {typeof(x)}; the layout says {wanted}" + _also(x, sharding)]
+        return [f"{path} is {typeof(x)}; the layout has {wanted}" + _also(x, sharding)]
+    # A DTensor can be built around a local tensor that contradicts it, so that one is looked at as well.
     here = sharding.local_shape(shape)
     local = _compat.local_tensor(x)
     if tuple(local.shape) != here or local.dtype != dtype:
-        return [f"{path} is {wanted}, which is {list(here)} here, but holds {local.dtype} {list(local.shape)}"]
+        return [f"{path} is {wanted}, whose shard here is {list(here)}, but holds {local.dtype} {list(local.shape)}"]
     tier = tier_of(local, sharding.device_type)
     if tier is not home_of(sharding) and not local.is_meta:
-        return [f"{path} is {wanted} on {tier.text}; the layout keeps it on {tier_named(sharding.memory).text}"]
+        return [f"{path} is {wanted} on {tier.text}; the layout has it on {tier_named(sharding.memory).text}"]
     return []
 
 
 def _also(x: DTensor, sharding: NamedSharding) -> str:
-    """Text for the facts that a type does not tell: the mesh, and who owns a leaf."""
+    """Describe what a type doesn't show: assignments, and the mesh if it differs."""
     assigned = f" {sharding}" if sharding.assigned else ""
     return f"{assigned}, on {sharding.mesh}" if x.device_mesh != sharding.device_mesh() else assigned
 
@@ -179,20 +180,20 @@ def _kind(x: Any) -> str:
 _FIELDS = {
     "params": (
         _parameters,
-        "Bring them there: state.replace(params=fs.shard(params, state.layout)) for whole tensors, fs.reshard for"
+        "Bring them there: state.replace(params=fs.shard(params, state.layout)) for full tensors, fs.reshard for"
         " DTensors.",
     ),
     "main": (
         _main,
-        "Bring main parameters there: fs.shard(main, state.layout.main) for whole ones, fs.reshard for DTensors.",
+        "Bring main parameters there: fs.shard(main, state.layout.main) for full ones, fs.reshard for DTensors.",
     ),
     "opt_state": (
         _moments,
-        "Bring moments there: fs.shard(moments, state.layout.main) for whole ones, fs.reshard for DTensors.",
+        "Bring moments there: fs.shard(moments, state.layout.main) for full ones, fs.reshard for DTensors.",
     ),
     "buffers": (
         _buffers,
         "Keep buffers as a flat dict of plain tensors on the device of the mesh, the same on every rank.",
     ),
 }
-"""What finds wrong leaves of each field of a state, and how to mend them."""
+"""By field of a state: the function that describes its wrong leaves, and the fix."""

@@ -73,8 +73,8 @@ from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.value_and_grad import is_divisor, loss_and_grads, refuse_backward
 
 __all__ = [
-    "Metrics", "StepPlan", "TrainStep", "UncheckedMetrics", "Verdict", "check_model", "make_train_step",
-    "model_loss", "planned_schedule", "refuse_model",
+    "Metrics", "StepPlan", "TrainStep", "UncheckedMetrics", "Verdict", "check_model", "device_of", "make_train_step",
+    "model_loss", "new_step", "planned_schedule", "refuse_model",
 ]  # fmt: skip
 
 
@@ -87,33 +87,24 @@ class _Metrics(NamedTuple):
 
 
 class Metrics(Immutable, _Metrics, instead="metrics._replace({name}=...)"):
-    """The report of a step; the same on every rank.
+    """Metrics of a train step, equal on every rank except `aux`.
 
     Attributes:
-        loss: global mean over all tokens of the batch (float32, 0-d).
-        grad_norm: global norm of the mean gradient, before clipping (float32, 0-d).
-        count: number of tokens (float32, 0-d).
-        skipped: whether the step was skipped because of an fp16 overflow: a bool, or where the step was made with
-            `check="async"` a bool tensor, 0-d, for which `if metrics.skipped` waits.
-        aux: with `has_aux`, what the loss function returned beside its loss on this rank, without history: one for each
-            microbatch, in order.
-        dropped: no item of the tuple: of a model whose experts may drop tokens, how many choices of an expert they
-            dropped in all layers, microbatches and data ranks (float32, 0-d); None for any other.
+        loss: Global mean over all tokens of the batch (float32, 0-d).
+        grad_norm: Global norm of the mean gradient, before clipping (float32, 0-d).
+        count: Number of tokens in the batch (float32, 0-d).
+        skipped: Whether an fp16 overflow skipped the update: a bool, or with `check="async"` a bool tensor (0-d), for
+            which `if metrics.skipped` waits.
+        aux: This rank's aux of each microbatch, in order and detached; () without `has_aux`.
+        dropped: Number of expert choices dropped in all layers, microbatches and data ranks (float32, 0-d); None for
+            a model whose experts drop none. Not an item of the tuple.
 
     Example:
-        >>> def init(key):
-        ...     up, down = fs.random.split(key, 2)
-        ...     return {"up": fs.random.normal(up, (4, 8)), "down": fs.random.normal(down, (8, 2))}
-        >>> def loss(params, batch):
-        ...     w = fs.gather_unit(params)
-        ...     return (torch.tanh(batch["x"] @ w["up"]) @ w["down"] - batch["y"]).square().mean()
-        >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1, device="cpu"))
-        >>> opt = fs.adamw(1e-2)
-        >>> state = fs.init_state(init, opt, fs.random.key(0), layout)
-        >>> step = fs.make_train_step(loss, opt)
-        >>> state, metrics = step(state, {"x": torch.ones(3, 4), "y": torch.zeros(3, 2)})
-        >>> metrics.skipped, metrics.loss.shape
-        (False, torch.Size([]))
+        >>> loss = lambda params, x: (x @ fs.gather_unit(params)["w"]).square().mean()
+        >>> state, step = fs.setup({"w": torch.ones(4)}, loss, fs.sgd(0.1), fs.random.key(0), check="sync")
+        >>> state, metrics = step(state, torch.ones(3, 4))
+        >>> metrics.skipped, float(metrics.loss)
+        (False, 16.0)
     """
 
     dropped: Tensor | None = None
@@ -130,9 +121,9 @@ class Metrics(Immutable, _Metrics, instead="metrics._replace({name}=...)"):
 
 
 class UncheckedMetrics(Metrics):
-    """The report of a step at whose verdict the host has not looked; its loss raises where the step was refused."""
+    """Metrics of a step whose verdict the host has not read; `loss` raises if the step was refused."""
 
-    # Asking for the loss does not wait: a device that has not come to the verdict gives a tensor as any other.
+    # Reading `loss` never waits: as long as the device has not computed the verdict, it is an ordinary tensor.
 
     verdict: PendingVerdict | None = None
 
@@ -144,7 +135,7 @@ class UncheckedMetrics(Metrics):
         return tuple.__getitem__(self, 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, such as one for another process, has the numbers alone."""
+        """Copy and pickle the numbers only, not the pending verdict."""
         return Metrics, tuple(self), {"dropped": self.dropped}
 
 
@@ -152,14 +143,14 @@ class UncheckedMetrics(Metrics):
 def model_loss(
     model: Any, *, policy: Policy = policies.save_except_gathered
 ) -> Callable[[Tree, Tree], tuple[Any, Any]]:
-    """The loss function of a `Model`: embed, scan over blocks, head, each unit gathered while the one before computes.
+    """Make the loss function of a `Model`: embed, scan over blocks, head; each unit is gathered one unit ahead.
 
     Args:
-        model: a `Model`, such as `fs.models.decoder(config)`.
-        policy: what the blocks keep for backward.
+        model: A `Model`, such as `fs.models.decoder(config)`.
+        policy: Activations that the blocks save for backward. Default: all but gathered weights.
 
     Returns:
-        `loss_fn(params, batch) -> (sum, count)`.
+        A function `loss_fn(params, batch) -> (sum, count)`.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
@@ -186,65 +177,59 @@ def model_loss(
 @public
 @takes_step_options
 def make_train_step(
-    model: Any,
-    opt: GradientTransformation,
-    *,
-    precision: Precision | None = None,
-    **options: Unpack[StepOptions],
+    model: Any, opt: GradientTransformation, *, precision: Precision | None = None, **options: Unpack[StepOptions]
 ) -> TrainStep:
-    """Makes the step of a run.
+    """Make the train step of a run: gradients, norm, verdict, update.
+
+    A loss function with a parameter `key` gets a random key, int64[2], equal on every rank: `state.key` with the
+    numbers of step and microbatch folded in. `fs.random.fold_in(key, fs.data_rank_and_size(mesh)[0])` differs by rank.
+    One with a parameter `buffers` gets `state.buffers` and returns `((sum, count), buffers)`. Buffers pass from one
+    microbatch to the next; the new state gets those of the mesh's first rank, as in torch's DDP (`fs.sync_buffers`).
 
     Args:
-        model: a `Model`, or a loss function `(params, batch) -> (sum, count)`. One with a parameter `key` gets a
-            random key, int64[2]: the state's, with the numbers of step and microbatch folded in. It is the same on
-            every rank; `fs.random.fold_in(key, fs.data_rank_and_size(mesh)[0])` is this rank's own. One with a
-            parameter `buffers` gets `state.buffers`, and returns `((sum, count), buffers)`: microbatches hand them on
-            in order, and the next state has those of the first rank of the mesh, as with torch's DDP; see
-            `fs.sync_buffers`.
-        opt: the optimizer, such as `fs.adamw(1e-3)`.
-        precision: dtypes of compute and wire; by default the layout's.
-        **options: how the step computes: see `StepOptions`.
+        model: A `Model`, or a loss function `(params, batch) -> (sum, count)`.
+        opt: Optimizer, such as `fs.adamw(1e-3)`.
+        precision: Dtypes of compute and communication. Default: the layout's.
+        **options: Settings of the step, see `StepOptions`.
 
     Returns:
-        The step: `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
+        A function `step(state, batch) -> (state, metrics)`, collective over the mesh. `batch` is this rank's part, a
+        tree of tensors `[B, ...]`.
 
     Raises:
-        ArgumentError: the model is no `Model` and no function of two arguments, such as an `nn.Module`; the optimizer
-            is no pair of functions, such as one of torch; or the two are swapped. From the step: a state or batch of
-            another kind, or parameters that were changed in place since the state was made.
-        ConfigError: a number of microbatches below 1, an invalid `policy`, `check` or `prefetch_depth`, or `has_aux`
-            with a `Model`.
-        ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
-        LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`. Or leaves of the
-            state are not what its layout says.
-        RankError: from the step: a rank is gone, or does not answer within the mesh's timeout; all others name it.
-        ConfigError: from the step: the precision scales losses and the state has no scale, or the reverse; or a `Model`
-            on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
-            layout, ranks whose layouts, models, optimizers or arguments of this function differ.
-        TreeError: from the step, at such a call: a state of another optimizer, or of a model with other parameters.
-        BatchError: from the step: a leaf isn't a tensor, or its dim 0 isn't a multiple of `microbatches`. At such a
-            call all ranks raise together. At a later one only that rank raises, and the others wait for it until the
-            mesh's timeout.
-        NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
-            the least scale; or no token of the batch counts, or the sum of all counts is negative, NaN or infinite.
-            See `check`.
+        ArgumentError: `model` is neither a `Model` nor a function of two arguments, `opt` isn't a pair of functions,
+            or the two are swapped.
+        ConfigError: An option is invalid, or `has_aux` is given with a `Model`.
+
+    The step raises:
+        ArgumentError: `state` or `batch` has a wrong type, or parameters were changed in place.
+        ScheduleError: The schedule doesn't support this number of ranks or microbatches.
+        LayoutError: The layout has different stages than the schedule (see `stages_of`), or a leaf of the state
+            doesn't match the layout.
+        ConfigError: Only one of precision and state has a loss scale, the mesh has an axis that the `Model` doesn't
+            use, or, at the first call in a layout, ranks have different layouts, models, optimizers or options.
+        TreeError: The state has a different optimizer or model.
+        BatchError: A leaf isn't a tensor, or its dim 0 isn't a multiple of `microbatches`. At the first call in a
+            layout every rank raises; later only this rank does, and the others wait until the mesh's timeout.
+        NonFiniteError: Loss or gradients are NaN or infinite on some rank, without loss scaling or at the smallest
+            scale, or the sum of all counts isn't positive and finite. Every rank raises; see `check`.
+        RankError: A rank exited or didn't answer within the mesh's timeout.
 
     Example:
-        >>> def init(key):
-        ...     up, down = fs.random.split(key, 2)
-        ...     return {"up": fs.random.normal(up, (4, 8)), "down": fs.random.normal(down, (8, 2))}
-        >>> def loss(params, batch):
-        ...     w = fs.gather_unit(params)
-        ...     return (torch.tanh(batch["x"] @ w["up"]) @ w["down"] - batch["y"]).square().mean()
-        >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1, device="cpu"))
-        >>> opt = fs.adamw(1e-2)
+        >>> init = lambda key: {"w": fs.random.normal(key, (4, 2))}
+        >>> loss = lambda params, batch: (batch["x"] @ fs.gather_unit(params)["w"] - batch["y"]).square().mean()
+        >>> layout, opt = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1, device="cpu")), fs.adamw(1e-2)
         >>> state = fs.init_state(init, opt, fs.random.key(0), layout)
         >>> step = fs.make_train_step(loss, opt, check="async")
         >>> state, metrics = step(state, {"x": torch.ones(3, 4), "y": torch.zeros(3, 2)})
         >>> int(state.step), bool(metrics.loss > 0)
         (1, True)
     """
-    settings = StepSettings(**options)
+    return new_step(model, opt, precision, StepSettings(**options))
+
+
+def new_step(model: Any, opt: Any, precision: Precision | None, settings: StepSettings) -> TrainStep:
+    """Check the arguments of the public call, and make the step."""
     if is_optimizer(model) and not hasattr(model, "block") and not is_optimizer(opt):
         raise refuse("a model, then an optimizer", model, "Swap the two.")
     check_model(model, has_aux=settings.has_aux)
@@ -257,25 +242,24 @@ def make_train_step(
 
 @dataclass
 class StepPlan:
-    """The decisions of a step for one layout, and what it keeps between calls in that layout."""
+    """A step's decisions for one layout, and its caches between calls in that layout."""
 
-    # `layout` is without devices, so that ranks agree on it once, however often meshes are made and collected. Of all
-    # plans of a step only that of the latest call has `check` and `facts`, which refer to the mesh, and buffers.
+    # `layout` has no devices: ranks agree on it once, however often its mesh is made and collected. Only the plan of
+    # the latest call refers to a mesh (`check`, `facts`) and keeps gradient buffers; a new layout releases the others.
 
     layout: Layout  # on an abstract mesh
-    precision: Precision  # dtypes of compute and wire
-    schedule: Schedule | None  # of the pipeline; None where the step scans over the blocks
+    precision: Precision  # dtypes of compute and communication
+    schedule: Schedule | None  # of the pipeline; None if the step scans over the blocks
     check_now: bool  # whether the host reads the verdict in the step
-    # shapes of the pipeline's activations, learnt in the first step
-    messages: Messages = field(default_factory=Messages)
-    buffers: Pool = field(default_factory=Pool)  # memory of whole gradients, used again by the next step
-    first: FirstCall | None = None  # the checks of the first step; None afterwards
-    rates: Sequence[float] = ()  # of the last update on this mesh
-    check: StateCheck | None = None  # of states in this layout; None after the step was called with another layout
-    facts: UpdateContext | None = None  # what the layout says about every update, as long as there is a `check`
+    messages: Messages = field(default_factory=Messages)  # shapes of pipeline activations, learned in the first step
+    buffers: Pool = field(default_factory=Pool)  # memory of unsharded gradients, reused by the next step
+    first: FirstCall | None = None  # checks of the first step; None afterwards
+    rates: Sequence[float] = ()  # learning rates of the last update on this mesh
+    check: StateCheck | None = None  # None after a call in a different layout
+    facts: UpdateContext | None = None  # the layout's part of every update; None together with `check`
 
     def release(self) -> None:
-        """Frees the gradient buffers and the mesh."""
+        """Free the gradient buffers, and drop references to the mesh."""
         self.buffers.close()
         self.check = self.facts = None
 
@@ -289,48 +273,44 @@ _COMPILE = (
 class Sums(NamedTuple):
     """Sums over all microbatches and data ranks."""
 
-    grads: Tree  # in `layout.reduced`, of losses times the loss scale
-    loss: Tensor  # times the loss scale (float32, 0-d)
+    grads: Tree  # in `layout.reduced`, multiplied by the loss scale
+    loss: Tensor  # multiplied by the loss scale (float32, 0-d)
     count: Tensor  # number of tokens (float32, 0-d)
-    aux: tuple[Any, ...] = ()  # of each microbatch, on this rank
-    # after the last microbatch, the same on every rank; {} for a loss function that takes none
-    buffers: Buffers = MappingProxyType({})
+    aux: tuple[Any, ...] = ()  # this rank's, one per microbatch
+    buffers: Buffers = MappingProxyType({})  # after the last microbatch, equal on every rank
 
 
 class Verdict(NamedTuple):
-    """The first half of a step, up to the verdict on it. All of it is on the device."""
+    """Results of the first half of a step, all on the device."""
 
-    sums: Sums  # over microbatches and ranks
-    grads: Tree  # of these, without those that tell the loads of experts
-    loads: dict[str, Tensor]  # by path of the leaf whose gradient they would be
-    to_mean: Tensor  # the factor that makes means of sums (float64, 0-d)
+    sums: Sums
+    grads: Tree  # `sums.grads` without expert loads
+    loads: dict[str, Tensor]  # expert loads by the path of the bias in whose gradient they were sent
+    to_mean: Tensor  # factor from sums to means (float64, 0-d)
     squares: LeafSquares  # of the gradients
     norm: Tensor  # of the mean gradient (float32, 0-d)
     loss: Tensor  # mean over the batch (float32, 0-d)
-    finite: Tensor  # whether loss and norm are finite, the count is above 0, and ranks did the same (bool, 0-d)
-    code: Tensor  # of `train.verdict` (int64, 0-d)
+    finite: Tensor  # whether loss and norm are finite, the count is positive, and ranks did the same (bool, 0-d)
+    code: Tensor  # see `train.verdict` (int64, 0-d)
     agreement: StepAgreement
-    dropped: Tensor | None  # choices that full experts dropped (float32, 0-d); None for a model whose experts drop none
+    dropped: Tensor | None  # expert choices dropped (float32, 0-d); None for a model whose experts drop none
 
     def refusal(self, number: Tensor, mesh: Mesh, parameters: Sequence[str] = ()) -> Callable[[int], FshardingError]:
-        """Makes the error for a step that is refused, or unlike on its ranks, by the code. It holds no gradients."""
+        """Return a function that makes the error for a code of the verdict."""
+        # It is kept until the host reads the verdict, so it refers to norms and numbers and never to gradients.
         cause = functools.partial(_not_finite, number, self.squares, self.loss, self.norm, self.sums.count, parameters)
         word = functools.partial(_refusal, cause, self.agreement.order, mesh)
         return lambda code: call_as("train step", word, code)
 
 
 class TrainStep:
-    """The step of a run: `step(state, batch) -> (state, metrics)`, made by `make_train_step`."""
+    """A train step: `step(state, batch) -> (state, metrics)`, made by `make_train_step`."""
 
-    # It keeps nothing of a state, but the plan of each layout that it was called with: a state may change its layout.
-    # `_unchecked` is the verdict on the last call with `check="async"`, until the next call has looked at it.
+    # Keeps no tensor of a state, only a plan for each layout it was called with: a run may change its layout.
+    # `_unchecked` is the verdict on the last call with `check="async"` until the next call has read it.
 
     def __init__(
-        self,
-        model: Any,
-        opt: GradientTransformation,
-        precision: Precision | None,
-        settings: StepSettings,
+        self, model: Any, opt: GradientTransformation, precision: Precision | None, settings: StepSettings
     ) -> None:
         self._model, self._opt = model, opt.with_context()
         self._precision = precision
@@ -350,7 +330,7 @@ class TrainStep:
         return self._settings.donate
 
     def __repr__(self) -> str:
-        """The settings on which ranks agree, without the optimizer's."""
+        """Show the model's name and the main settings."""
         name = "Model" if self._is_model else getattr(self._model, "__qualname__", type(self._model).__name__)
         return f"TrainStep({name}, microbatches={self._settings.microbatches}, donate={self._settings.donate})"
 
@@ -362,11 +342,11 @@ class TrainStep:
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
         if self._unchecked is not None:
-            # Before anything is sent: a rank that has raised at `metrics.loss` sends nothing either.
+            # Raise before anything is sent: a rank that has raised at `metrics.loss` doesn't send either.
             unchecked = self._unchecked
             self._unchecked = None
             unchecked.raise_refused()
-            del unchecked  # which holds numbers of that step
+            del unchecked  # it holds tensors of the last step
         with naming_lost("train step", state.layout.mesh, step=state.step):
             refuse_changed(state)
             return self._run(state, batch)
@@ -381,11 +361,11 @@ class TrainStep:
         if first is not None:
             first.refuse_ignored_axes(verdict.loss, verdict.norm)
             plan.first = None
-        # None where the host does not read the verdict; a step without values counts.
+        # None if the host doesn't read the verdict. A step on fake tensors has no verdict and is taken as good.
         result = None if not plan.check_now else GOOD if _compat.is_fake(verdict.code) else int(verdict.code)
         agreement.settle(verdict.loss.device)
         if result in (REFUSED, UNLIKE):
-            # All ranks get here, so a collective can find the parameters that were not finite before the step.
+            # Every rank gets here, so a collective may look for parameters that were not finite before the step.
             bad = _bad_parameters(state) if result == REFUSED else []
             raise verdict.refusal(number, mesh, bad)(result)
         skipped = verdict.finite.logical_not() if result is None else result == SKIPPED
@@ -399,11 +379,12 @@ class TrainStep:
         return sealed(self.update(plan, state, verdict, verdict.finite if result is None else None)), metrics
 
     def agreement(self, plan: StepPlan, state: TrainState, batch: Tree, bit: Tensor | None = None) -> StepAgreement:
-        """What the ranks of a step agree on: stopping, units, key, the last rates, and rows along `SAME_ROWS`."""
+        """Collect what ranks must have in common: the stop bit, unit order, key, last rates, rows along `SAME_ROWS`."""
         mesh = state.layout.mesh
         key, number = state.key, state.step
         shared = any(abstract(mesh).axis_size(axis) > 1 for axis in SAME_ROWS)
-        # A count on a device, or of a captured step, is not read: it is hashed there, beside the rows.
+        # A count on a device is never read by the host: it is hashed there with the rows. Likewise in a captured step,
+        # where a value that the host has read would be frozen into the graph.
         counted = {} if number.is_cpu and bit is None else {COUNTED: number}
         hashes = hash_rows(batch) | hash_rows(counted) if shared and not _compat.makes_fakes() else {}
         result = StepAgreement(mesh, bit, rows=hash_of_all(hashes))
@@ -413,7 +394,7 @@ class TrainStep:
             if counted and shared:
                 result.order.facts |= {COUNTED: lambda: str(int(number))}
             if not (_compat.is_fake(key) or _compat.makes_fakes()):
-                # The loss function's key follows from both.
+                # Key and step number together determine the loss function's key.
                 step = 0 if counted else int(number.numpy())
                 unit = key.numpy().tobytes(), step
                 result.order.note(SAME_KEYS, unit, lambda: f"{key.tolist()} of step {step}", None)
@@ -422,14 +403,14 @@ class TrainStep:
         return result
 
     def judge(self, plan: StepPlan, state: TrainState, batch: Tree, agreement: StepAgreement) -> Verdict:
-        """The first half of a step: gradients, loss and norm, and whether the step counts. The host reads nothing."""
+        """Run the first half of a step: gradients, loss, norm, and the verdict on them. The host reads nothing."""
         layout = state.layout
         scale = _loss_scale(state, plan.precision)
         with counting_drops() as drops:
             sums = self._loss_and_grads(plan, state, split_batch(batch, self._settings.microbatches), scale, agreement)
         dropped = _dropped(drops, layout.mesh, sums.loss.device) if self._drops else None
         grads, loads = split_loads(sums.grads, self._bias_rates)
-        # In float64, as a Python float would be: a float32 factor would round twice.
+        # In float64, like a Python float: a float32 factor would round twice.
         count = sums.count.double() if scale is None else sums.count.double() * scale.double()
         with _compat.region("norm"):
             to_mean = 1.0 / count
@@ -444,7 +425,7 @@ class TrainStep:
         return Verdict(sums, grads, loads, to_mean, squares, norm, loss, counts, code, agreement, dropped)
 
     def update(self, plan: StepPlan, state: TrainState, verdict: Verdict, counts: Tensor | None) -> TrainState:
-        """The second half of a step: the state after it. The host reads nothing."""
+        """Run the second half of a step: return the next state. The host reads nothing."""
         assert plan.facts is not None
         facts = replace(plan.facts, donate=self.donates, norm=verdict.norm, finite=counts)
         opt = against_load(self._opt, verdict.loads, self._bias_rates) if self._bias_rates else self._opt
@@ -453,7 +434,7 @@ class TrainStep:
         changes: dict[str, Any] = {}
         if after.loss_scale is not None:
             scale = plan.precision.next_scale(after.loss_scale, finite=True if counts is None else counts)
-            # A step that is refused at the smallest scale also keeps the count of good steps.
+            # A step refused at the smallest scale must not change the count of good steps either.
             kept = None if counts is None else verdict.code < REFUSED
             changes["loss_scale"] = where_finite(kept, scale, after.loss_scale)
         if new := {**verdict.sums.buffers}:
@@ -462,14 +443,14 @@ class TrainStep:
         return after.replace(**changes) if changes else after
 
     def prepare(self, layout: Layout) -> StepPlan:
-        """Decide for a new layout, on which all ranks agree, how the step computes in it, or refuse it."""
-        # It allocates nothing: gradient buffers come with the first step.
+        """Plan how the step computes in a new layout, on which all ranks have agreed, or refuse the layout."""
+        # Allocates nothing: gradient buffers are made by the first step.
         schedule = None
         if self._is_model:
             refuse_model(self._model, layout)
             if abstract(layout.mesh).axis_size("pp") > 1:
                 schedule = planned_schedule(self._settings.schedule, layout, self._settings.microbatches)
-        check = self._settings.check or ("sync" if _device_of(layout) == "cpu" else "async")
+        check = self._settings.check or ("sync" if device_of(layout) == "cpu" else "async")
         precision = self._precision or layout.precision
         precision.check_state(layout.precision)
         if schedule is not None:
@@ -477,8 +458,9 @@ class TrainStep:
         return StepPlan(on_mesh(layout, abstract(layout.mesh)), layout.in_flight(precision), schedule, check == "sync")
 
     def plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
-        """The plan for the layout of a checked state. Collective at the first call in a layout."""
-        # Afterwards this plan is the only one with a check and buffers.
+        """Check the state, and return the plan for its layout. Collective at the first call in a layout."""
+        # Three cases, cheapest first: the very layout object of the last call; an equal layout on a new mesh, whose
+        # plan is kept; a new layout, on which ranks agree before anything else is sent.
         layout = state.layout
         plan = next((p for p in self._plans if p.check is not None and p.check.layout is layout), None)
         if plan is None:
@@ -492,7 +474,7 @@ class TrainStep:
                 _refuse_other_state(self._opt, state)
                 self._plans.append(plan)
             plan.check, plan.facts = StateCheck(layout), update_facts(layout)
-            plan.rates = ()  # The ranks of another mesh had no update together.
+            plan.rates = ()  # the ranks of a new mesh have had no update together
         assert plan.check is not None
         plan.check(state)
         for other in self._plans:
@@ -526,7 +508,8 @@ class TrainStep:
         counts: list[Tensor] = []
         auxes: list[Any] = []
         for i, microbatch in enumerate(microbatches):
-            last = i + 1 == len(microbatches)  # whose gradients go where the optimizer wants the sum
+            # All but the last leave their sum in `layout.grads`; the last one reduces it for the optimizer.
+            last = i + 1 == len(microbatches)
             fn = loss_fn.bound(buffers, fold_in(key, i) if key is not None else None)
             sums = loss_and_grads(
                 scaled(fn if plan.first is None else plan.first.watched(fn, has_aux=True), loss_scale),
@@ -548,25 +531,25 @@ class TrainStep:
         return Sums(grads, torch.stack(losses).sum(), torch.stack(counts).sum(), tuple(auxes), buffers)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
-        """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""
+        """Return the state after a skipped step: unchanged except for a smaller loss scale."""
         assert state.loss_scale is not None
         smaller = plan.precision.next_scale(state.loss_scale, finite=False)
         unchanged = state.donate() if self.donates else tree.map(copied, state)
         return unchanged.replace(loss_scale=smaller)
 
 
-def _device_of(layout: Layout) -> str:
-    """The type of the devices of a mesh."""
+def device_of(layout: Layout) -> str:
+    """Return the device type of a layout's mesh; "cpu" for an abstract one."""
     return getattr(layout.mesh, "device_type", "cpu")
 
 
 def _facts(
     model: Any, opt: GradientTransformation, precision: Precision | None, settings: StepSettings
 ) -> dict[str, str]:
-    """Facts on which the ranks of a step must agree, beside its layout."""
+    """Describe the settings of a step on which all ranks must agree, except its layout."""
     # A loss function may close over values that differ between ranks, so only its name is compared.
     of_loss = facts_of("model", model) if hasattr(model, "block") else {"loss": getattr(model, "__qualname__", "")}
-    # The functions close over what they compute with; the config beside them also names files, as saved on one rank.
+    # The model's functions close over all they compute with. Its config may also contain file names of one rank.
     of_loss = {name: text for name, text in of_loss.items() if not name.startswith("model.config")}
     schedule = settings.schedule if hasattr(model, "block") else ""
     planned = schedule if isinstance(schedule, str) else f"{schedule!r} {digest(repr(schedule.table)):016x}"
@@ -576,7 +559,7 @@ def _facts(
 
 
 def check_model(model: Any, *, has_aux: bool) -> None:
-    """Refuses what is neither a `Model` nor a loss function, and aux of a `Model`."""
+    """Refuse a value that is neither a `Model` nor a loss function, and `has_aux` with a `Model`."""
     if not hasattr(model, "block"):
         check_function("a Model, or a loss function (params, batch)", model, 2)
     elif has_aux:
@@ -585,37 +568,37 @@ def check_model(model: Any, *, has_aux: bool) -> None:
 
 
 def _other_state(state: Any, batch: Any) -> ArgumentError:
-    """The error for an argument that is no state."""
+    """Explain which mistake put something else where the state belongs."""
     if isinstance(batch, TrainState):
         mend = "Swap the two: step(state, batch)."
     elif isinstance(state, tuple) and any(isinstance(x, TrainState) for x in cast("tuple[Any, ...]", state)):
         mend = "A step returns two things: state, metrics = step(state, batch)."
     else:
-        mend = "Make one with fs.init_state, or fs.state_from_params(params, opt, key, layout) of parameters."
+        mend = "Make one with fs.init_state, or from parameters: fs.state_from_params(params, opt, key, layout)."
     return refuse("a TrainState", state, mend)
 
 
 def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
-    """The factor of the losses, float32, 0-d, on the device of the parameters; None without loss scaling."""
+    """Return the loss scale (float32, 0-d) on the device of the parameters; None without loss scaling."""
     if (precision.loss_scale is None) != (state.loss_scale is None):
-        has = "has no" if state.loss_scale is None else "has a"
-        text = f"got a state that {has} loss scale, and a precision that wants otherwise."
-        mend = "Give plan_layout the same precision=, so that the state is made for it."
+        has, wants = ("without", "with") if state.loss_scale is None else ("with", "without")
+        text = f"got a state {has} a loss scale, and a precision {wants} one."
+        mend = "Pass the same precision= to fs.plan_layout, so that the state is made for it."
         raise ConfigError(message(text, mend=mend))
     if state.loss_scale is None:
         return None
-    return state.loss_scale.scale.to(_device_of(state.layout), non_blocking=True)
+    return state.loss_scale.scale.to(device_of(state.layout), non_blocking=True)
 
 
 def _dropped(drops: Sequence[Tensor], mesh: Mesh, device: torch.device) -> Tensor:
-    """Sum numbers of dropped choices over stages and data ranks: float32, 0-d. Collective."""
+    """Sum the numbers of dropped choices over stages and data ranks (float32, 0-d). Collective."""
     own = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *drops]).sum()
     axes = tuple(axis for axis in AXES if axis == "pp" or axis in data_axes(mesh))
     return start_sum(own.reshape(1), axis_group(mesh, axes), torch.float64).wait()[0].float()
 
 
 def _bad_parameters(state: TrainState) -> list[str]:
-    """The paths of parameters that are not finite on some rank. Collective."""
+    """Return the paths of parameters that are not finite on some rank. Collective."""
     named = tree.named_leaves(state.params)
     here = (on_device(local_of(x), x.device_mesh.device_type) for x in named.values())
     bad = [torch.isfinite(x).all().logical_not() for x in here]
@@ -624,7 +607,7 @@ def _bad_parameters(state: TrainState) -> list[str]:
 
 
 def _refusal(cause: Callable[[], str], order: UnitOrder | None, mesh: Mesh, code: int) -> FshardingError:
-    """The error of a step that is refused, or of ranks that did different things in it."""
+    """Make the error of a refused step, or of ranks that did different things in it."""
     if code == UNLIKE:
         assert order is not None
         return unlike_ranks(mesh, everyone(mesh).ranks, order)
@@ -640,7 +623,7 @@ def _not_finite(
     rows = [f"step {int(number)}: loss {float(loss)}, gradient norm {float(norm)}"]
     if parameters:
         rows += [f"params.{path}: it is not finite itself" for path in parameters]
-        mend = "The parameters came in so, and no step mends them: load a checkpoint from before."
+        mend = "They were so before this step, and no step fixes them: load an earlier checkpoint."
         return report("train step refused: parameters are not finite.", rows, mend)
     rows += [f"params.{path}: its gradient is not finite" for path in squares.not_finite()]
     mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
@@ -648,14 +631,14 @@ def _not_finite(
 
 
 def _refusal_of_count(number: int, count: float) -> str:
-    """Explain a step whose mean has no divisor."""
+    """Explain a count that is no divisor of a mean."""
     if is_full(count):
-        mend = "The state is as before. Raise capacity=, or drop what has no room: Experts(capacity=..., drop=True)."
+        mend = "The state is as before. Raise capacity=, or drop the excess tokens: Experts(capacity=..., drop=True)."
         return report(f"train step refused: {FULL}.", [f"step {number}"], mend)
     row = f"step {number}: the counts of all microbatches and data ranks sum to {count:g}"
     if count == 0:
         rule = "no token of this batch counts, so its loss has no mean."
-        mend = "Leave such batches out before you call the step."
+        mend = "Skip such batches before you call the step."
     else:
         rule = f"the count of this batch is {count:g}."
         mend = "Return (sum, count) with the number of tokens that count."
@@ -663,21 +646,21 @@ def _refusal_of_count(number: int, count: float) -> str:
 
 
 def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
-    """Refuses a state of another optimizer."""
+    """Refuse a state that was made with a different optimizer."""
     try:
         layout = state.layout
         moments, stacked = layout.precision.moments, layout.stacked
         expected = opt.start(layout.meta_main(), moments=moments, shardings=layout.main, stacked=stacked)
     except (NotImplementedError, RuntimeError):
-        return  # An init that reads values fails on meta tensors; the update refuses a state that does not fit.
-    # An update takes moments as the state has them, whatever the format in which the optimizer would make them.
+        return  # An init that reads values fails on meta tensors. Then the update itself refuses a wrong state.
+    # Only structures are compared: an update accepts moments in any format, such as those of a loaded state.
     spec, other = map(state_structure, (expected, state.opt_state))
     if spec != other:
         tree.flatten_up_to(spec, state.opt_state, ("its optimizer", "state.opt_state"))
 
 
 def refuse_model(model: Any, layout: Layout) -> None:
-    """Refuses a model with other parameters than the layout's, or on axes that it does not compute over."""
+    """Refuse a model with different parameters than the layout, or on axes that it doesn't compute over."""
     with _compat.with_values():
         draws = model.init(torch.zeros(2, dtype=torch.int64))
     draws = tree.flatten_up_to(layout.structure, draws, ("the state", "its model"))
@@ -688,7 +671,7 @@ def refuse_model(model: Any, layout: Layout) -> None:
     if used:
         known = ", ".join(("pp", "replica", "dp", "ep", *model.axes))
         mend = f"Use {known}, or pass a loss function that computes on the other axes itself."
-        raise ConfigError(message(f"cannot cut the compute of a Model over {', '.join(used)}.", mend=mend))
+        raise ConfigError(message(f"cannot split the compute of this Model over {', '.join(used)}.", mend=mend))
 
 
 def planned_schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:

@@ -1,4 +1,4 @@
-"""The options of a train step: each has its text once, in `StepOptions`, and its default in `StepSettings`."""
+"""The options of a train step: documented once, in `StepOptions`, with defaults in `StepSettings`."""
 
 from __future__ import annotations
 
@@ -19,30 +19,27 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 Check: TypeAlias = Literal["sync", "async"]
-"""When the host looks whether a step counts: in the step, or in the next one."""
+"""When the host reads the verdict on a step: in the same call, or in the next one."""
 
 
 class StepOptions(TypedDict, total=False):
-    """The options of a train step: keywords of `setup` and `make_train_step`, each with a default.
+    """Options of a train step: keywords of `setup` and `make_train_step`, each with a default.
 
     Attributes:
-        microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated; at least 1, the
-            default.
-        schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, "1f1b" by default, which is
-            planned for the size of `pp` and `microbatches`, dualpipev with pairs where it has `ep`. Meshes without `pp`
-            ignore it.
-        donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards; by default it
-            may not.
-        policy: what the blocks of a `Model` keep for backward, by default `fs.policies.save_except_gathered`.
-        has_aux: the loss function returns `((sum, count), aux)`, or `((sum, count), buffers, aux)`; aux, any tree,
-            is returned in the metrics. False by default.
-        check: when a step that is not finite raises. "sync": the step reads one number from the device before it
-            updates, and raises; the default on the CPU. "async": the step reads nothing and masks its update; the error
-            comes from the next call, from `metrics.loss`, or at the end of the program, whose status is then 1; the
-            default on other devices. Losses and states are the same bit for bit.
-        prefetch_depth: how many units are gathered ahead of the one that computes, in forward and backward; 1 by
-            default. Under policies that free gathered weights at most `prefetch_depth + 1` are alive. With 0 each unit
-            is gathered when it is needed. Losses are the same bit for bit.
+        microbatches: Number of equal parts of this rank's batch along dim 0; their gradients are accumulated. At
+            least 1. Default: 1.
+        schedule: Pipeline schedule of a `Model`: a `Schedule`, or a name that is planned for the size of `pp` and
+            `microbatches`. Default: "1f1b". Ignored on a mesh without `pp`.
+        donate: Whether the step may overwrite its state, which then raises `DonatedError`. Default: False.
+        policy: Activations that the blocks of a `Model` save. Default: `fs.policies.save_except_gathered`.
+        has_aux: Whether the loss function returns aux last: `((sum, count), aux)` or `((sum, count), buffers, aux)`.
+            Aux is any tree and is returned in the metrics. Default: False.
+        check: When a step raises whose loss or gradients are not finite. "sync": in the step, which reads one number
+            from the device before it updates; the default on the CPU. "async": in the next call, in `metrics.loss` or
+            at exit, with status 1; the step reads nothing and masks its update. The default on other devices. Both
+            give bitwise identical losses and states.
+        prefetch_depth: Number of units to gather ahead of the one that computes, in forward and backward; it changes
+            no bit. Policies that free gathered weights keep at most `prefetch_depth + 1` units. Default: 1.
 
     Example:
         >>> options: fs.StepOptions = {"microbatches": 2, "donate": True}
@@ -64,7 +61,7 @@ class StepOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The options of a step as one value, complete; see `StepOptions`."""
+    """The complete options of a step, with defaults; see `StepOptions`."""
 
     microbatches: int = 1
     schedule: str | Schedule = "1f1b"
@@ -75,7 +72,7 @@ class StepSettings:
     prefetch_depth: int = 1
 
     def refuse_wrong(self) -> None:
-        """Refuse values that no layout and no batch can make right."""
+        """Refuse values that are wrong for every layout and batch."""
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
             raise ConfigError(message(f"got microbatches={self.microbatches!r}.", mend="Give a number from 1."))
         check_policy(self.policy)
@@ -86,7 +83,7 @@ class StepSettings:
 
 
 def takes_step_options(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Show each of the `**options: Unpack[StepOptions]` of a function in its signature, with type and default."""
+    """Show every option of `**options: Unpack[StepOptions]` in a function's signature, with type and default."""
     signature = inspect.signature(fn)
     hints = get_type_hints(StepOptions)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -98,6 +95,6 @@ def takes_step_options(fn: Callable[_Params, _Result]) -> Callable[_Params, _Res
     ]
     marked = cast("Any", fn)
     marked.__signature__ = signature.replace(parameters=[*own, *options])
-    # An unforeseen failure is explained by these: see `public`.
+    # `public` explains a TypeError by these annotations.
     marked.__annotations__ = {**fn.__annotations__, **hints}
     return fn

@@ -1,4 +1,4 @@
-"""When the operations of stream logs run on devices of given rates: a timeline of a step, and how much is hidden."""
+"""Simulate the operations of stream logs on devices of given rates: a timeline of a step, and how much is hidden."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Rates", "Span", "Timeline", "timeline_of"]
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second."""
+    """Rates of a device, per second."""
 
-    flops: float  # of matrix products
-    memory: float  # bytes of its memory that are read and written
+    flops: float  # floating-point operations of matrix products
+    memory: float  # bytes of device memory read and written
     link: float  # bytes that a rank sends
-    latency: float  # seconds that a collective takes besides its bytes
-    host: float = math.inf  # bytes that are copied to the host, or from it
+    latency: float  # seconds of a collective without its bytes
+    host: float = math.inf  # bytes copied to or from the host
 
     def seconds(self, row: Row, link: Link) -> float:
         """Return how long an operation takes on its link."""
@@ -103,7 +103,7 @@ def _hidden(spans: Sequence[Span], chosen: Callable[[Span], bool]) -> tuple[floa
 
 
 def _sends(stream: str) -> bool:
-    """Return whether the stream uses this rank's link: all but the messages of others."""
+    """Return whether the stream uses this rank's link; the sender's link carries a message, not the receiver's."""
     return communicates(stream) and not stream.startswith("messages from ")
 
 

@@ -1,4 +1,4 @@
-"""The second half of a step, from gradients to the next state: of `make_train_step`, and of one written by hand."""
+"""The second half of a step, from gradients to the next state: for `make_train_step` and for hand-written loops."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["update", "update_facts", "updated"]
 @public
 @_compat.never_inlined
 def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> TrainState:
-    """Updates optimizer state, main parameters and parameters, and counts the step.
+    """Apply gradients to a state: update optimizer state, main parameters and parameters, and count the step.
+
+    Gradients aren't checked for NaN or infinity, and a loss scale isn't updated: `fs.make_train_step` does both.
 
     Args:
-        state: the state to update, which stays as it is.
-        grads: mean gradients, as `fs.value_and_grad` gives them; None at frozen leaves, and at leaves that
-            keep their values and moments in this update. Made with
-            `grads=state.layout.main` they are where the optimizer wants them; others are resharded.
-        opt: the optimizer that the state was made with.
+        state: Current state; it isn't changed.
+        grads: Mean gradients, as `fs.value_and_grad` returns them. None at a frozen leaf, or at one whose values and
+            moments stay. With `value_and_grad(..., grads=state.layout.main)` nothing needs to be resharded.
+        opt: Optimizer that the state was made with.
 
     Returns:
-        The next state. Gradients are not checked for NaN or infinity, and a loss scale is not updated: use
-        `fs.make_train_step` for scaled losses.
+        The next state.
 
     Raises:
-        ArgumentError: an argument of another kind, or gradients and state are swapped.
-        TreeError: gradients or optimizer do not fit the state.
+        ArgumentError: An argument has a wrong type, or gradients and state are swapped.
+        TreeError: Gradients or optimizer don't match the state.
 
     Example:
         >>> loss = lambda params, x: (x @ fs.gather_unit(params)["w"]).square().mean()
@@ -49,7 +49,7 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
         >>> int(state.step), [round(x, 4) for x in fs.unshard(state.params["w"]).tolist()]
         (1, [0.2, 0.2, 0.2, 0.2])
     """
-    refuse_compiled("Call it as it is: its kernels are fused already.")
+    refuse_compiled("Call it without torch.compile: its kernels are fused already.")
     if not isinstance(state, TrainState):
         swapped = isinstance(grads, TrainState)
         mend = "Swap the two: fs.update(state, grads, opt)." if swapped else "Make one with fs.setup or fs.init_state."
@@ -64,7 +64,7 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
 
 
 def update_facts(layout: Layout) -> UpdateContext:
-    """Return what a layout says about every update in it."""
+    """Return the part of an update's context that follows from the layout."""
     return UpdateContext(
         shardings=layout.main, rounding=layout.precision.rounding, on_host=layout.updated_on_host,
         may_be_away=layout.is_away, stacked=layout.stacked,
@@ -74,9 +74,10 @@ def update_facts(layout: Layout) -> UpdateContext:
 def updated(
     state: TrainState, grads: Tree, opt: GradientTransformation, facts: UpdateContext, scale: float | Tensor = 1.0
 ) -> TrainState:
-    """Update a state by gradients that are where the optimizer wants them; `facts` are those that no state tells."""
+    """Update a state by gradients in `layout.reduced`; `facts` is a context without the state's key and step."""
     layout, donate = state.layout, facts.donate
     context = replace(facts, key=state.key, step=state.step)
+    # If the update fails halfway `donated_if_written` donates the state, else `before` does.
     with donated_if_written(state) if donate else nullcontext():
         with _compat.region("optimizer"):
             main, opt_state = apply_gradients(opt, grads, state.opt_state, main_of(state), context, scale=scale)

@@ -1,4 +1,4 @@
-"""Whether a step counts: a number that the device computes, the same on all ranks, and its way to the host."""
+"""The verdict on a step: a code that the device computes, equal on all ranks, and its copy to the host."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from fsharding.formats.precision import LossScale
 
 __all__ = ["GOOD", "REFUSED", "SKIPPED", "UNLIKE", "PendingVerdict", "verdict_of"]
 
+# Ordered by severity: a step has the largest code that applies.
 GOOD = 0
-SKIPPED = 1
-REFUSED = 2
-UNLIKE = 3
+SKIPPED = 1  # an overflow in fp16: the state keeps its values, and the loss scale falls
+REFUSED = 2  # loss, gradients or count are unusable: the step raises
+UNLIKE = 3  # ranks did different things: the step raises
 
 
 def verdict_of(
     finite: Tensor, weighted: Tensor, alike: Tensor, scale: Tensor | None, loss_scale: LossScale | None
 ) -> Tensor:
-    """Decide whether a step counts: int64, 0-d, on the device of `finite`. The host reads nothing."""
+    """Compute the code of a step (int64, 0-d, on the device of `finite`). The host reads nothing."""
     wrong = (finite & weighted).logical_not()
     unlike = alike.logical_not() * UNLIKE
     if scale is None or loss_scale is None:
         return torch.maximum(wrong * REFUSED, unlike)
-    # A smaller scale does not mend a weight, so such a step is refused at any scale.
+    # A smaller scale can't fix a count, so a step without a positive finite one is refused at any scale.
     hopeless = weighted.logical_not() | (scale <= loss_scale.least)
     return torch.maximum(wrong * (hopeless * (REFUSED - SKIPPED) + SKIPPED), unlike)
 
 
 class PendingVerdict:
-    """A verdict that the host has not looked at."""
+    """A verdict that the host has not read."""
 
-    # `process`: the id of the process whose step it is; one that was forked from it leaves it alone.
-
+    # `process` is the id of the process that made the step: a process forked from it must not report the verdict again.
     # `_code` is host memory, valid once `_event` has completed; `_event` is None if the copy was synchronous.
     # `_pending` keeps each verdict until it has been read, so that the exit hook reads the rest.
 
@@ -53,17 +53,17 @@ class PendingVerdict:
         if on_device:
             self._event = devices.new_event(verdict.device)
             self._event.record()
-        # A view of NumPy: to look at it is no operation on a tensor.
+        # A NumPy view: reading it runs no tensor operation, which a dispatch mode would see.
         self._code = host.numpy()
         _watch_exit()
         _pending[id(self)] = self
 
     def is_ready(self) -> bool:
-        """Whether to look at it waits for nothing."""
+        """Return whether reading the verdict waits for nothing."""
         return self._event is None or self._event.query()
 
     def raise_refused(self) -> None:
-        """Waits for the verdict."""
+        """Wait for the verdict, and raise if it refuses the step. A second call does nothing."""
         if _pending.pop(id(self), None) is None:
             return
         if self._event is not None:
@@ -73,12 +73,12 @@ class PendingVerdict:
 
 
 _pending: dict[int, PendingVerdict] = {}
-"""Unread verdicts: for each step in use, the one of its last call."""
+"""Unread verdicts: the last call's of each step in use."""
 
 
 @functools.cache
 def _watch_exit() -> None:
-    """Has the end of this process look at what is pending; once is enough."""
+    """Read pending verdicts at exit; registered once per process."""
     _compat.call_first_at_exit(_last_step_was_refused)
 
 

@@ -85,7 +85,7 @@ def refusals(level):
 HOLDS = {0: "float32[2, 8], of which this rank holds [2, 8]", 3: "float32[2@dp, 8], of which this rank holds [1, 8]"}
 TYPE = {0: "float32[2, 8]", 3: "float32[2@dp, 8]"}
 GATHER = 'Gather its unit first, unit = fs.gather_unit(params["head"]), and use unit["w"].'
-ARRAY = "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each."
+ARRAY = "Make them tensors: fs.tree.map(torch.as_tensor, batch); for lists of numbers, one torch.tensor each."
 WRITTEN = "Don't modify gathered weights: other ranks read the same memory, and backward gathers them again."
 
 
@@ -121,7 +121,7 @@ def test_mistakes_on_two_ranks():
         assert told["array"] == [
             "BatchError",
             "train step takes this rank's batch as trees of tensors.",
-            "  x is ndarray, which is no tensor",
+            "  x is ndarray, which isn't a tensor",
             ARRAY,
         ]
         assert told["at rest"] == [
@@ -147,6 +147,6 @@ def test_one_rank_alone_has_an_array():
         assert told == [
             "BatchError",
             "train step takes the batches of all ranks as trees of tensors.",
-            "  rank 1: x is ndarray, which is no tensor",
+            "  rank 1: x is ndarray, which isn't a tensor",
             ARRAY,
         ]

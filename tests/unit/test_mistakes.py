@@ -367,7 +367,7 @@ MISTAKES = {
     "fs.Parts": (MissingNameError, "Write fs.hf.families.Parts(embed, block, head).", lambda at: fs.Parts),
     "microbatches that do not divide": (
         BatchError,
-        "Choose microbatches that divide dim 0 of every leaf, or another global batch.",
+        "Choose a number of microbatches that divides dim 0 of every leaf, or a different global batch.",
         lambda at: fs.make_train_step(loss_fn, at.opt, microbatches=4)(at.state, at.batch),
     ),
     "arrays of NumPy": (
@@ -430,7 +430,7 @@ MISTAKES = {
     ),
     "params for state": (
         ArgumentError,
-        "Make one with fs.init_state, or fs.state_from_params(params, opt, key, layout) of parameters.",
+        "Make one with fs.init_state, or from parameters: fs.state_from_params(params, opt, key, layout).",
         lambda at: at.step(at.state.params, at.batch),
     ),
     "batch and state": (
@@ -485,7 +485,7 @@ MISTAKES = {
     ),
     "a tree for init": (
         ArgumentError,
-        "Of parameters that are there: fs.state_from_params(params, opt, key, layout).",
+        "Start from existing parameters with fs.state_from_params(params, opt, key, layout).",
         lambda at: fs.init_state(at.tree, at.opt, at.key, at.layout),
     ),
     "a module to plan_layout": (
@@ -1023,7 +1023,7 @@ NAMES_ELSEWHERE = {
     ("fs", "dropout"): "Write fs.random.dropout.",
     ("TrainState", "parameters"): ("They are a tree, state.params; fs.tree.leaves(state.params) lists its leaves."),
     ("TrainState", "state_dict"): "Save the state as it is: fs.checkpoint.save(path, state).",
-    ("TrainState", "grads"): "Take them of a loss: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
+    ("TrainState", "grads"): "Compute them: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
     ("TrainState", "mesh"): "Write state.layout.mesh.",
     ("Metrics", "los"): "Did you mean 'loss'?",
     ("Metrics", "accuracy"): "Its names are loss, grad_norm, count, skipped, aux.",

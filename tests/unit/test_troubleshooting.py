@@ -276,7 +276,7 @@ MISTAKES = {
         at.state.params, at.opt, at.key, at.layout
     ),
     "`state.params` changed in place": at_rest,
-    "one lazy draw at two leaves": lambda at: fs.setup(one_draw, loss_fn, at.opt, at.key, mesh=at.mesh),
+    "one LazyTensor at two leaves": lambda at: fs.setup(one_draw, loss_fn, at.opt, at.key, mesh=at.mesh),
     # ------------------------------------------------------------------------------------------------ loss functions
     "a leaf used without `gather_unit`": in_loss(lambda p, b: F.linear(b["x"], p["body"]["w"]).sum()),
     "an L2 penalty over `fs.tree.leaves(params)`": in_loss(lambda p, b: p["body"]["w"].square().sum()),

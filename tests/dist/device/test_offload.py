@@ -263,7 +263,7 @@ def refused(folder):
                 fs.capture(step, state, batch)
         state, step = replace(BASE, strategy=fs.zero(3).with_memory(moments="host")).start(mesh)
         moved = fs.tree.map(lambda x: x.to(SIM) if x.ndim else x, state.opt_state)
-        with pytest.raises(LayoutError, match="on the device; the layout keeps it on the host"):
+        with pytest.raises(LayoutError, match="on the device; the layout has it on the host"):
             step(state.replace(opt_state=moved), batch)
 
 

@@ -94,4 +94,4 @@ def test_a_nan_on_one_rank_is_refused_on_all(axes, config, how):
         first, *rows, last = text.splitlines()
         assert first == "train step refused: parameters are not finite."
         assert rows == ["  step 0: loss nan, gradient norm nan", "  params.blocks.wo: it is not finite itself"]
-        assert last.startswith("The parameters came in so")
+        assert last.startswith("They were so before this step")

@@ -366,7 +366,7 @@ def losses_of(rank_seed):
 def test_written_buffers_that_begin_differently_are_refused():
     for texts in run_ranks(losses_of, 2, True, timeout=60.0):
         for function, text in zip(("fs.init_state", "fs.state_from_params"), texts, strict=True):
-            assert text.startswith(f"{function} got other first values on different ranks.")
+            assert text.startswith(f"{function} got different first values on different ranks.")
             assert "buffers.1.parametrizations.weight.0._u: rank 1 has float32[3] of checksum" in text
 
 

@@ -82,7 +82,7 @@ def test_modules_that_differ_are_refused_by_leaf(case):
     assert texts[0] == texts[1]
     for text in texts[0].values():
         head, *rows, mend = text.split("\n")
-        assert head == "fs.init_state got other first values on different ranks."
+        assert head == "fs.init_state got different first values on different ranks."
         for path, (zero, one) in wanted.items():
             row = next(row for row in rows if row.startswith(f"  params.{path}: "))
             assert f"checksum {told(*one)}, rank 0 has" in row and row.endswith(f"of checksum {told(*zero)}")
@@ -215,7 +215,7 @@ def test_tensors_draws_and_leaves_that_differ_are_refused():
         row = f"w: rank 1 has float32[4] of checksum {ones}, rank 0 has float32[4] of checksum {zeros}"
         for strategy in ("zero0", "zero3"):
             head, *rows, mend = found[f"shard {strategy}"].split("\n")
-            assert head == "fs.shard got other first values on different ranks."
+            assert head == "fs.shard got different first values on different ranks."
             assert rows == [
                 f"  n: rank 1 has int64[] of checksum {told(torch.ones((), dtype=torch.int64))}, rank 0 has int64[] of"
                 f" checksum {told(torch.zeros((), dtype=torch.int64))}",
@@ -230,5 +230,5 @@ def test_tensors_draws_and_leaves_that_differ_are_refused():
         assert "\n  key: rank 1 has [" in found["key"]
         for call, function in (("state_from_params", "fs.state_from_params"), ("replace", "train step")):
             head, *rows, mend = found[call].split("\n")
-            assert head == f"{function} got other values of the same leaves on different ranks."
+            assert head == f"{function} got different values of the same leaves on different ranks."
             assert rows == [f"  params.{row}"] and mend.endswith('sends those of rank 0 with sync="rank0".')

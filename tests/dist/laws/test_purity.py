@@ -141,7 +141,7 @@ def test_nan_on_one_rank_is_refused_on_all(strategy, where):
         "train step refused: parameters are not finite.\n"
         "  step 0: loss nan, gradient norm nan\n"
         "  params.w: it is not finite itself\n"
-        "The parameters came in so, and no step mends them: load a checkpoint from before."
+        "They were so before this step, and no step fixes them: load an earlier checkpoint."
     )
     assert set(texts) == {
         of_weights

@@ -263,10 +263,10 @@ def on_cp(cut):
 def test_cp_ranks_with_whole_sequences_are_refused_and_local_batch_cuts_them():
     for text in run_ranks(on_cp, 2, False):
         assert text.split("\n") == [
-            "train step needs a part of the sequence on each of the 2 ranks along cp; they have whole ones.",
+            "train step needs a part of the sequence on each of the 2 ranks along cp; they have full ones.",
             "  targets is int64[4, 16] and the same on all ranks",
             "  tokens is int64[4, 16] and the same on all ranks",
-            "Cut global batches with fs.local_batch(batch, mesh), or rows with fs.ops.cut_sequence(batch, mesh=mesh).",
+            "Split global batches with fs.local_batch(batch, mesh), or rows with fs.ops.cut_sequence(batch, mesh=mesh).",
         ]
     state, step = fs.setup(MODEL, None, fs.sgd(0.1), fs.random.key(0), mesh=fs.make_mesh(device="cpu"))
     tokens = torch.randint(0, CONFIG.vocab_size, (4, 17), generator=torch.Generator().manual_seed(0))
@@ -322,7 +322,7 @@ def test_a_loss_function_that_ignores_tp_is_told_what_to_use():
     texts = run_ranks(ignoring, 2, "tp", True, False)
     assert texts[0] == texts[1]
     head, *rows, mend = texts[0].split("\n")
-    assert head == "train step computes other losses or gradients along tp: the loss function ignores the axis."
+    assert head == "train step computes different losses or gradients along tp: the loss function ignores the axis."
     assert [row.partition(": loss")[0] for row in rows] == ["  rank 0 (tp=0)", "  rank 1 (tp=1)"]
     assert "ops.column_linear" in mend and 'fs.ops.psum(x, "tp")' in mend
     assert run_ranks(ignoring, 2, "tp", True, True) == [pytest.approx(right, rel=1e-5)] * 2

@@ -71,7 +71,7 @@ def test_steps_that_differ_are_refused_on_every_rank():
     text = all_say(take_step, 4, 0, strategy=fs.zero(1))
     assert "  strategy: rank 0 has zero1, ranks 1, 2, 3 have zero3\n" in text
     text = all_say(take_step, 4, 0, dim=32)
-    assert text.startswith("fs.init_state got other first values on different ranks.\n")
+    assert text.startswith("fs.init_state got different first values on different ranks.\n")
     assert "  params.blocks.down: rank 0 has LazyTensor(shape=(4, 20, 32), dtype=torch.float32, kind='normal', " in text
 
 
@@ -87,14 +87,14 @@ def uneven(rows, pieces):
 
 def test_a_batch_that_one_rank_cannot_cut_is_refused_on_every_rank():
     assert run_ranks(uneven, 2, 7, 2) == 2 * [(
-        "train step cannot cut the batches of all ranks into 2 microbatches.\n"
+        "train step cannot split the batches of all ranks into 2 microbatches.\n"
         "  rank 1: targets is int64[3, 8]\n"
         "  rank 1: tokens is int64[3, 8]\n"
-        "Choose microbatches that divide dim 0 of every leaf, or another global batch.",
+        "Choose a number of microbatches that divides dim 0 of every leaf, or a different global batch.",
         64.0,
     )]  # fmt: skip
     texts = run_ranks(uneven, 2, 6, 2)
-    assert texts[0] == texts[1] and texts[0][0].startswith("train step cannot cut this rank's batch into 2 micro")
+    assert texts[0] == texts[1] and texts[0][0].startswith("train step cannot split this rank's batch into 2 micro")
 
 
 def scheduled(how):

@@ -124,7 +124,7 @@ def takes(params, batch):
 
 READS = "fs.testing.assert_capturable cannot capture a step in which the host reads the device."
 MEND = (
-    "Compute with tensors of the device: torch.where in the place of an if, torch.full for a number, and a number that"
+    "Compute with tensors of the device: torch.where instead of an if, torch.full for a number, and a number that"
     " changes as a tensor of the batch. Drop with fs.random.dropout: a module with random_key= is seeded by the host."
 )
 
@@ -174,8 +174,8 @@ def test_numbers_of_the_host_are_refused():
 def test_steps_that_raise_at_once_and_what_is_no_step_are_refused():
     state, step = alone(squares)
     assert refusal(fs.capture, step, state, BATCH, kind=ConfigError) == (
-        "fs.capture needs a device that records graphs, such as CUDA; this state is on cpu.\nThere are no graphs elsewhere: call the step"
-        " itself. fs.testing.assert_capturable(step, state, batch) says on any device whether it could be captured."
+        "fs.capture needs a device that records graphs, such as CUDA; this state is on cpu.\nCall the step"
+        " itself. fs.testing.assert_capturable(step, state, batch) checks on any device whether it could be captured."
     )
     assert refusal(fs.testing.assert_capturable, alone(squares, check="sync")[1], state, BATCH, kind=ConfigError) == (
         'fs.testing.assert_capturable cannot capture a step with check="sync".\n'
@@ -183,7 +183,7 @@ def test_steps_that_raise_at_once_and_what_is_no_step_are_refused():
     )
     assert refusal(fs.capture, squares, state, BATCH).startswith("fs.capture takes a step of fs.make_train_step, got ")
     assert refusal(fs.capture, step, state.params, BATCH) == (
-        "fs.capture takes a TrainState, got a dict.\nGive a state and a batch: fs.capture(step, state, batch)."
+        "fs.capture takes a TrainState, got a dict.\nPass a state and a batch: fs.capture(step, state, batch)."
     )
 
 
@@ -224,12 +224,12 @@ def test_other_batches_and_layouts_are_refused():
     state, step = alone(squares)
     graph = captured(step, state, BATCH, Tape())
     assert refusal(graph, state, {"x": torch.ones(3, 4)}, kind=BatchError) == (
-        "captured step got another batch than it was captured with.\n"
-        "  x is float32[3, 4], where float32[2, 4] was captured\n"
-        "Give batches of one kind, padded where they are shorter, or capture the step again."
+        "captured step got a batch that differs from the captured one.\n"
+        "  x is float32[3, 4]; float32[2, 4] was captured\n"
+        "Pass batches of the same shapes and dtypes, padded if they are shorter, or capture the step again."
     )
     other, _ = alone(squares, strategy="zero0")
-    assert refusal(graph, other, BATCH, kind=LayoutError).startswith("captured step got a state in another layout.")
+    assert refusal(graph, other, BATCH, kind=LayoutError).startswith("captured step got a state in a different layout.")
     assert refusal(graph, state.params, BATCH) == (
         "captured step takes a TrainState, got a dict.\nCall it as the step itself: state, metrics = step(state, batch)."
     )
@@ -322,6 +322,6 @@ def test_no_step_takes_tensors_of_the_host_to_the_device():
     assert lines[6] == READS, "normal values are drawn on the host"
     assert (
         lines[7]
-        == "fs.testing.assert_capturable cannot capture a step that takes tensors of the host: a graph would keep what they are now."
+        == "fs.testing.assert_capturable cannot capture a step that copies host tensors: a graph would keep their present values."
     )
     assert lines[8].startswith("  aten.mul.Tensor(float32[] on sim, float32[] on cpu) at test_capture.py:")

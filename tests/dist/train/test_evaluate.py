@@ -97,7 +97,7 @@ def refusals_on_a_pipeline():
 
 def test_refusals():
     alone, cut = run_ranks(refusals_on_a_pipeline, 2)[0]
-    assert "fs.evaluate(model)(state, batch)" in alone and "Give fs.evaluate the Model" in cut
+    assert "fs.evaluate(model)(state, batch)" in alone and "Pass the Model itself" in cut
     assert "microbatches=0" in refusal(fs.evaluate, MODEL, microbatches=0, kind=ConfigError)
     assert "fs.model_loss(model)" in refusal(fs.evaluate, MODEL, has_aux=True, kind=ConfigError)
     state, _, batch = started({})

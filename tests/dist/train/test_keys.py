@@ -118,10 +118,10 @@ def test_ranks_that_begin_with_other_values_are_refused(strategy):
     torch.manual_seed(6)
     second = checksum(torch.randn(6, 4))
     assert texts[0] == texts[1] == (
-        "fs.init_state got other first values on different ranks.\n"
+        "fs.init_state got different first values on different ranks.\n"
         f"  params.w: rank 1 has float32[6, 4] of checksum {second:016x}, rank 0 has float32[6, 4] of checksum {first:016x}\n"
-        "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed says"
-        ' there; or give every rank the same key and tensors. Or pass sync="rank0", which sends the values of rank 0 to all.'
+        "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever the seed of torch; or"
+        ' give every rank the same key and tensors. Or pass sync="rank0", which sends the values of rank 0 to all.'
     )  # fmt: skip
     text, _ = run_ranks(begin, 2, strategy, (5, 5), (0, 1))
     assert "\n  key: rank 1 has " in text and "\n  params.drawn: rank 1 has LazyTensor(shape=(3,)," in text

@@ -157,7 +157,7 @@ def test_ranks_that_ask_for_different_things():
     (kind, text), (other, _) = run_ranks(refuse, 2, "ranks differ")
     assert kind is other is LayoutError
     assert text == (
-        "fs.reshard is asked for different things on different ranks: rank 0 and ranks [1] differ.\n"
+        "fs.reshard got different arguments on different ranks: rank 0 and ranks [1] differ.\n"
         "Give every rank the same tree, layout and budget."
     )
 
@@ -165,8 +165,8 @@ def test_ranks_that_ask_for_different_things():
 def test_an_open_sum_is_not_moved():
     assert run_ranks(refuse, 2, "partial")[1] == (
         LayoutError,
-        "fs.reshard cannot move 1 leaves.\n  a: from P() unreduced over dp to P('dp'): take the sum first\n"
-        "Ask value_and_grad for reduced gradients, such as grads=layout.main.",
+        "fs.reshard cannot move these leaves.\n  a: from P() unreduced over dp to P('dp'): take the sum first\n"
+        "Make reduced gradients: fs.value_and_grad(loss_fn, grads=layout.main).",
     )
 
 
@@ -177,7 +177,7 @@ def test_a_donated_state_is_gone():
 def test_another_model_is_refused():
     other = fs.plan_layout(fs.models.decoder(replace(CONFIG, layers=3)), fs.AbstractMesh(("dp",), (2,)))
     kind, text = run_ranks(refuse, 2, other)[0]
-    assert kind is LayoutError and text.startswith("fs.reshard cannot move a state to the layout of another one.\n")
+    assert kind is LayoutError and text.startswith("fs.reshard cannot move a state to the layout of a different one.\n")
     assert "params.blocks.wq: float32[2, 16, 16] in the state, float32[3, 16, 16] in the layout" in text
     same = fs.plan_layout(MODEL, fs.AbstractMesh(("dp",), (2,)))
     assert run_ranks(refuse, 2, same)[0][1] == (

@@ -104,27 +104,27 @@ def test_a_state_that_is_not_in_its_layout_is_refused(name, tmp_path):
 def test_the_refusal_names_leaf_type_and_edit(tmp_path):
     found, _ = run_ranks(operate, 2, "adamw", fs.zero(3), fs.FP32, str(tmp_path))[0]
     assert found["whole params", True] == (
-        "LayoutError: train step got a state of which 2 leaves are not what its layout says.\n"
-        "  params.first is a plain tensor float32[16, 8]; the layout says float32[16@dp, 8]\n"
-        "  params.last is a plain tensor float32[3, 16]; the layout says float32[3@dp, 16]\n"
-        "Bring them there: state.replace(params=fs.shard(params, state.layout)) for whole tensors, fs.reshard for DTensors."
+        "LayoutError: train step got a state that doesn't match its layout.\n"
+        "  params.first is a plain tensor float32[16, 8]; the layout has float32[16@dp, 8]\n"
+        "  params.last is a plain tensor float32[3, 16]; the layout has float32[3@dp, 16]\n"
+        "Bring them there: state.replace(params=fs.shard(params, state.layout)) for full tensors, fs.reshard for DTensors."
     )
     assert (
-        "  params.first is float32[16, 8@dp]; the layout says float32[16@dp, 8]\n"
+        "  params.first is float32[16, 8@dp]; the layout has float32[16@dp, 8]\n"
         in found["params cut elsewhere", False]
     )
     assert (
-        "  params.first is float16[16@dp, 8]; the layout says float32[16@dp, 8]\n"
+        "  params.first is float16[16@dp, 8]; the layout has float32[16@dp, 8]\n"
         in found["params in another dtype", False]
     )
     assert (
-        "opt_state.states.1.mu.first is a plain tensor float32[16, 8]; the layout says float32[16@dp, 8]\n"
+        "opt_state.states.1.mu.first is a plain tensor float32[16, 8]; the layout has float32[16@dp, 8]\n"
         in found["whole moments", False]
     )
     found, _ = run_ranks(operate, 2, "adamw", fs.zero(1), fs.BF16, str(tmp_path))[0]
     assert found["params alone", False] == (
         "LayoutError: fs.TrainState.replace got params without main.\n"
-        "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from_params."
+        "Give both, main=fs.shard(full, state.layout.main); or make a new state, with fs.state_from_params."
     )  # fmt: skip
 
 
@@ -150,16 +150,16 @@ def mended():
 def test_the_edit_mends_it_and_pieces_by_hand_refuse_the_same():
     for spread, main, grads, cut, made in run_ranks(mended, 2):
         assert spread.startswith(
-            "LayoutError: fs.params_from_main got 2 leaves that are not what the layout says.\n  first is a plain"
+            "LayoutError: fs.params_from_main got leaves that don't match the layout.\n  first is a plain"
         )
-        assert main.startswith("LayoutError: fs.main_params got 2 leaves") and main.endswith("fs.reshard for DTensors.")
+        assert main.startswith("LayoutError: fs.main_params got leaves") and main.endswith("fs.reshard for DTensors.")
         assert grads == (
             "TransformError: fs.value_and_grad got a plain tensor float32[16, 8], but grads= has a sharding for it, P('dp').\n"
             "Shard full parameters first: fs.shard(params, layout)."
         )
         assert cut == (
-            "LayoutError: fs.shard cuts whole tensors.\n  first is float32[16@dp, 8] already\n"
-            "  last is float32[3@dp, 16] already\nMove these with fs.reshard."
+            "LayoutError: fs.shard takes full tensors, and these leaves are sharded.\n  first is float32[16@dp, 8] already\n"
+            "  last is float32[3@dp, 16] already\nUse fs.reshard."
         )
         assert made.startswith("LayoutError: fs.state_from_params got 2 leaves")
 

@@ -252,9 +252,9 @@ ONE = {"batch_size": 1, "seq_len": 1}
 
 
 def test_errors_of_shards(tmp_path):
-    fails(tmp_path, "fs.data.Shard cannot be index 4 of count 4.\nGive 0 <= index < count.", Shard, 4, 4)
-    fails(tmp_path, "fs.data.Shard cannot be index -1 of count 4.\nGive 0 <= index < count.", Shard, -1, 4)
-    fails(tmp_path, "fs.data.Shard cannot be index 0 of count 0.\nGive 0 <= index < count.", Shard, 0, 0)
+    fails(tmp_path, "fs.data.Shard got index 4 for count 4.\nPass 0 <= index < count.", Shard, 4, 4)
+    fails(tmp_path, "fs.data.Shard got index -1 for count 4.\nPass 0 <= index < count.", Shard, -1, 4)
+    fails(tmp_path, "fs.data.Shard got index 0 for count 0.\nPass 0 <= index < count.", Shard, 0, 0)
     data = Tokens(stream=stream_of(100), batch_size=8, seq_len=4)
     fails(
         tmp_path,

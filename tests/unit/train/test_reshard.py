@@ -30,7 +30,7 @@ def test_the_table_of_a_reshard():
         "params.c      float32[]         P() on {dp: 4}            P() on {tp: 2, dp: 2}                  nothing                  0            0\n"
         "params.table  float32[8, 6]     P(None, 'dp') on {dp: 4}  P('tp') on {tp: 2, dp: 2}              all-to-all              96          288\n"
         "params.w      float32[2, 4, 8]  P(None, 'dp') on {dp: 4}  P(None, None, 'tp') on {tp: 2, dp: 2}  all-to-all              96          384\n"
-        "3 leaves                                                                                         1 rounds               192          672"
+        "3 leaves                                                                                         1 round                192          672"
     )
 
 
@@ -73,11 +73,11 @@ def test_two_layouts_of_two_models():
     with pytest.raises(LayoutError) as caught:
         fs.debug.explain_reshard(planned(FOUR, fs.zero(3)), other)
     assert str(caught.value) == (
-        "fs.debug.explain_reshard cannot move a state to the layout of another one.\n"
+        "fs.debug.explain_reshard cannot move a state to the layout of a different one.\n"
         "  params.c: only in the state\n"
         "  params.table: float32[8, 6] in the state, float32[8, 7] in the layout\n"
         "  params.w: trained in the state, not in the layout\n"
-        "Plan the layout with the model, frozen leaves and precision of the state; cast in a step of its own."
+        "Plan the layout with the model, frozen leaves and precision of the state; cast separately."
     )
 
 

@@ -121,5 +121,5 @@ def test_parameters_that_are_not_finite_are_named_alone():
         "train step refused: parameters are not finite.\n"
         "  step 0: loss nan, gradient norm nan\n"
         "  params.w07: it is not finite itself\n"
-        "The parameters came in so, and no step mends them: load a checkpoint from before."
+        "They were so before this step, and no step fixes them: load an earlier checkpoint."
     )

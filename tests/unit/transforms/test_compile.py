@@ -255,7 +255,7 @@ def test_other_compiled_calls_are_refused(graphs):
     }
     mends = {
         "fs.evaluate": "Compile the loss function, fs.evaluate(torch.compile(loss_fn)), or its blocks.",
-        "fs.update": "Call it as it is: its kernels are fused already.",
+        "fs.update": "Call it without torch.compile: its kernels are fused already.",
         "fs.models.generate": "Compile what it calls: fs.models.generate(torch.compile(apply), ...).",
     }
     for name, call in calls.items():

@@ -201,7 +201,7 @@ def test_one_draw_at_two_leaves_is_refused():
     layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(device="cpu"))
     with pytest.raises(ConfigError) as caught:
         fs.init_state(init, fs.sgd(0.1), fs.random.key(0), layout)
-    assert "params.online, params.target are one draw" in str(caught.value)
+    assert "params.online, params.target are one LazyTensor" in str(caught.value)
 
 
 def test_one_tensor_of_constants_and_two_draws_with_one_key_are_taken():

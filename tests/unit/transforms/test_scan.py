@@ -239,10 +239,10 @@ def test_batches_that_microbatches_do_not_divide():
     with pytest.raises(fs.errors.BatchError) as caught:
         step(state, batch)
     assert str(caught.value) == (
-        "train step cannot cut this rank's batch into 3 microbatches.\n"
+        "train step cannot split this rank's batch into 3 microbatches.\n"
         "  s is int64[], so it holds no rows\n"
         "  y is float32[6]: dim 0 of x is 4, so it holds no rows\n"
-        "Mark an entry that every rank and microbatch gets as it is: fs.Shared(x)."
+        "Mark an entry that every rank and microbatch gets in full: fs.Shared(x)."
     )
 
 
