@@ -79,8 +79,7 @@ def generate(
         key: Random key (int64[2]). None selects the most likely token each time.
         temperature: Divisor of the logits before the softmax; 0 selects the most likely token.
         top_k: Number of most likely tokens to sample from. Default: all.
-        top_p: Probability of the smallest set of most likely tokens to sample from, after `top_k` (nucleus sampling,
-            Holtzman et al. 2020, arXiv:1904.09751).
+        top_p: Total probability of the most likely tokens to sample from, after `top_k` (nucleus, arXiv:1904.09751).
         eos: Token id, or several, after which a row ends.
         context: Most tokens that a function accepts; it receives the last ones. Not for decoders.
         precision: Compute dtypes. Default: the state's precision; for plain parameters, their dtype.
