@@ -1,4 +1,4 @@
-"""The rows of docs/reference/error-messages.md that take several ranks: what each rank says is on the page."""
+"""The rows of docs/reference/troubleshooting.md that take several ranks: what each rank says is on the page."""
 
 from datetime import timedelta
 
@@ -11,7 +11,7 @@ import fsharding as fs
 from fsharding.testing import RankPool
 from tests.pages import code_spans, rows_of, said
 
-ROWS = rows_of("reference/error-messages.md", section="Several ranks")
+ROWS = rows_of("reference/troubleshooting.md", section="Several ranks")
 
 
 def init(key):

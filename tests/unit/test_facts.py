@@ -24,7 +24,7 @@ def test_every_script_says_what_it_measures():
 def test_every_finding_is_in_the_table_and_pages_name_only_findings_that_exist():
     table = re.findall(r"^\| `([\w-]+\.sh)`", (ROOT / "findings" / "README.md").read_text(), re.MULTILINE)
     assert sorted(table) == [script.name for script in FINDINGS]
-    pages = [ROOT / "contributing" / "facts.md", ROOT / "docs" / "reference" / "torch-surprises.md"]
+    pages = [ROOT / "contributing" / "facts.md", ROOT / "docs" / "reference" / "troubleshooting.md"]
     named = {name for page in pages for name in re.findall(r"findings/([\w-]+\.sh)", page.read_text())}
     assert named <= set(table)
 
