@@ -1,4 +1,4 @@
-"""Low precision: formats as values, their codes and scales, and tensors that are held in them."""
+"""Low-precision formats, and tensors stored as quantized values and scales."""
 
 from fsharding.formats.blocks import (
     MXFP4,

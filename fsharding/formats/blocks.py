@@ -1,6 +1,6 @@
-"""Formats of low precision as values: the type of an element, which elements share a scale, how both are rounded.
+"""Low-precision formats: the element dtype, the blocks that share a scale, and the rounding of both.
 
-Guarantee: which block an element is in depends on its place in the whole tensor alone, never on who holds it.
+Guarantee: an element's block depends only on its index in the full tensor, never on the sharding.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A format: codes of 8 or 4 bits, and a scale for each block of elements.
+    """A low-precision format: elements of 8 or 4 bits, with one scale per block.
 
-    A block is a rectangle of the last two dims of a tensor; other dims are matrices side by side. Blocks at the edge of
-    a tensor are smaller. A tensor of one dim is one row.
+    A block is a rectangle of the last two dims; leading dims are batch dims, and a 1-D tensor is one row. Blocks at the
+    edges are smaller. `fs.formats` has constants for OCP Microscaling (MX) 1.0 (2023), DeepSeek-V3 (arXiv:2412.19437)
+    and NVIDIA's NVFP4.
 
     Attributes:
-        dtype: of an element: `torch.float8_e4m3fn`, `torch.float8_e5m2`, `torch.float4_e2m1fn_x2`, or one that
-            `fs.formats.register_element` has added.
-        block: rows and columns of a block; "row" for a whole row, "tensor" for a whole matrix.
-        scale: "float32": the largest magnitude of the block over the largest number of the dtype. "e8m0": the power of
-            two below it by exponents, in a byte (MX). "e4m3": a byte, relative to a float32 of the whole matrix
-            (NVFP4).
-        rounding: of elements: "nearest", ties to even; or "stochastic", up or down with the probability that makes
-            the mean exact, by bits that follow from a key, a name and the place of the element in the whole tensor.
+        dtype: Element dtype: `torch.float8_e4m3fn`, `torch.float8_e5m2`, `torch.float4_e2m1fn_x2`, or one added by
+            `fs.formats.register_element`.
+        block: Rows and columns of a block, "row" (a full row) or "tensor" (a full matrix).
+        scale: Encoding of the scales. "float32": amax of the block divided by the largest value of `dtype`. "e8m0"
+            (MX): a power of two in one byte. "e4m3" (NVFP4): one byte, relative to a float32 scale per matrix.
+        rounding: Rounding of elements: "nearest" (ties to even), or "stochastic", which is unbiased. Its random bits
+            are a function of a key, a name and the element's index in the full tensor.
 
     Raises:
-        ConfigError: no such dtype, scale or rounding, or a block without elements.
+        ConfigError: An unknown dtype, scale or rounding; an empty block.
 
     Example:
         >>> weights = fs.formats.Blocks(torch.float8_e4m3fn, (128, 128))
@@ -72,35 +72,35 @@ class Blocks:
         ):
             rows.append(f'block={self.block!r}: use rows and columns from 1, such as (1, 32), or "row" or "tensor"')
         if rows:
-            raise ConfigError(message("cannot be made so.", rows))
+            raise ConfigError(message("got invalid arguments.", rows, "Write fs.formats.MXFP8 for a common format."))
 
     @property
     def element(self) -> Element:
-        """What a code of its dtype stands for."""
+        """Values and rounding of the element dtype."""
         return ELEMENTS[self.dtype]
 
     @property
     def stochastic(self) -> bool:
-        """Whether rounding wants a key."""
+        """Whether rounding is stochastic and needs a key."""
         return self.rounding == "stochastic"
 
     @property
     def has_outer(self) -> bool:
-        """Whether there is a scale of the whole matrix beside the blocks' scales."""
+        """Whether each matrix has an outer float32 scale as well."""
         return self.scale == "e4m3"
 
     @property
     def for_moments(self) -> bool:
-        """Whether moments of optimizers can be kept in it: codes of a byte, and no scale but the blocks'."""
+        """Whether optimizer moments can use it: 8-bit elements and no outer scale."""
         return self.element.bits == 8 and not self.has_outer
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """The dtype in which scales are stored; bytes are codes of their own."""
+        """Storage dtype of the block scales; uint8 holds their bits for "e8m0" and "e4m3"."""
         return torch.float32 if self.scale == "float32" else torch.uint8
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of a block of a tensor of this shape; at least 1 each."""
+        """Return the rows and columns of a block in a tensor of this shape, at least 1 each."""
         rows, columns = (1, *shape)[-2:]
         if self.block == "tensor":
             return max(1, rows), max(1, columns)
@@ -109,32 +109,32 @@ class Blocks:
         return self.block
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor of at least one dim."""
+        """Return the shape of the scales of a tensor of at least one dim."""
         rows, columns = self.sizes(shape)
         of_rows, of_columns = (1, *shape)[-2:]
         last = -(-of_columns // columns)
         return (last,) if len(shape) == 1 else (*shape[:-2], -(-of_rows // rows), last)
 
     def code_shape(self, shape: tuple[int, ...], *, packed: bool = True) -> tuple[int, ...]:
-        """The shape of the codes as uint8: two of 4 bits in a byte of the last dim, if they are packed."""
+        """Return the shape of the uint8 values; packed 4-bit values share a byte in pairs along the last dim."""
         return (*shape[:-1], -(-shape[-1] // 2)) if packed and self.element.bits == 4 else shape
 
     def bytes(self, shape: tuple[int, ...]) -> int:
-        """The bytes of codes and scales of a tensor of this shape."""
+        """Return the bytes of quantized values and scales of a tensor of this shape."""
         scales = math.prod(self.grid(shape)) * self.scale_dtype.itemsize
         outer = 4 * math.prod(shape[:-2]) if self.has_outer else 0
         return math.prod(self.code_shape(shape)) + scales + outer
 
     @property
     def one_way(self) -> bool:
-        """Whether blocks lie along one dim, so that they serve sums along that dim alone."""
+        """Whether blocks extend along one dim only, so only a matmul that contracts that dim can use them."""
         return self.block == "row" or (isinstance(self.block, tuple) and (1 in self.block) and self.block != (1, 1))
 
     def across(self, shape: tuple[int, ...]) -> Blocks:
-        """The same format with blocks along the other one of the last two dims: the format of the transposed tensor.
+        """Return this format with blocks along the other of the last two dims: the format of the transposed tensor.
 
         Args:
-            shape: of a tensor of at least two dims, whose rows are a block where a block is a row.
+            shape: Shape of the tensor, at least two dims; it sets the block length if `block` is "row".
 
         Example:
             >>> fs.formats.MXFP8.across((64, 96)).block, fs.formats.ROWWISE.across((64, 96)).block
@@ -144,12 +144,12 @@ class Blocks:
         return replace(self, block=(rows, columns))
 
     def with_rounding(self, rounding: Rounding) -> Blocks:
-        """The same format with another rounding of elements."""
+        """Return this format with a different rounding of elements."""
         return replace(self, rounding=rounding)
 
     @property
     def block_text(self) -> str:
-        """The block in words, such as "1x32" or "row"."""
+        """Text of the block, such as "1x32" or "row"."""
         return self.block if isinstance(self.block, str) else "x".join(map(str, self.block))
 
     def __str__(self) -> str:
@@ -158,18 +158,18 @@ class Blocks:
 
 
 TENSORWISE = Blocks(E4M3)
-"""One float32 scale for a matrix."""
+"""One float32 scale per matrix."""
 ROWWISE = Blocks(E4M3, "row")
-"""A float32 scale for each row."""
+"""One float32 scale per row."""
 E4M3_1x128 = Blocks(E4M3, (1, 128))
-"""Activations and gradients of DeepSeek-V3 (2024)."""
+"""Activations and gradients of DeepSeek-V3 (2024, arXiv:2412.19437)."""
 E4M3_128x128 = Blocks(E4M3, (128, 128))
-"""Weights of DeepSeek-V3 (2024): blocks that serve a product and its transpose."""
+"""Weights of DeepSeek-V3: square blocks serve a matmul and its transpose."""
 MXFP8 = Blocks(E4M3, (1, 32), "e8m0")
-"""Microscaling, OCP MX 1.0 (2023)."""
+"""8-bit microscaling, OCP MX 1.0 (2023)."""
 MXFP8_E5M2 = Blocks(E5M2, (1, 32), "e8m0")
-"""The same with a wider exponent, for gradients."""
+"""MXFP8 with a wider exponent, for gradients."""
 MXFP4 = Blocks(E2M1, (1, 32), "e8m0")
-"""The same with four bits."""
+"""4-bit microscaling, OCP MX 1.0 (2023)."""
 NVFP4 = Blocks(E2M1, (1, 16), "e4m3")
-"""Four bits, blocks of 16 with scales in e4m3, and a float32 for the matrix."""
+"""NVIDIA's 4-bit format: blocks of 16 with e4m3 scales, and a float32 scale per matrix."""

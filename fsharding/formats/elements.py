@@ -1,6 +1,6 @@
-"""Elements of low precision: the numbers that one code can stand for, and how others are rounded to them.
+"""Element dtypes of low precision: the values that each represents, and rounding to them.
 
-Guarantee: the code of a number depends on the number and its noise alone.
+Guarantee: the encoding of a value depends only on the value and its noise.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 E2M1 = torch.float4_e2m1fn_x2
 
-_EXPONENT = 0xFF
-"""The exponent bits of a float32, shifted down."""
-
+_EXPONENT = 0xFF  # the exponent bits of a float32, shifted down
 _VALUES_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Element(Protocol):
-    """The numbers that a code can stand for: zero, some positive ones, and their negatives.
+    """The interface of an element dtype: which values it represents (symmetric around 0), and how to encode them.
 
     Example:
         >>> from fsharding.formats.elements import ELEMENTS
@@ -38,26 +36,26 @@ class Element(Protocol):
 
     @property
     def bits(self) -> int:
-        """The bits of a code, 8 or 4; codes of 4 bits are sent two in a byte."""
+        """Bits of an element, 8 or 4; 4-bit elements are sent two per byte."""
         ...
 
     @property
     def largest(self) -> float:
-        """The largest number."""
+        """Largest finite value."""
         ...
 
     @property
     def exponent(self) -> int:
-        """The largest power of two that is at most `largest`, as its exponent."""
+        """Floor of log2(`largest`)."""
         ...
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Round numbers to those that a code can stand for.
+        """Round to representable values.
 
         Args:
-            x: float32; larger numbers become the largest.
-            noise: for each of them a number in [0, 1): it is rounded up if its distance to the number below is larger.
-                None rounds to the nearest, ties to even.
+            x: Values, float32; magnitudes above `largest` saturate.
+            noise: Uniform random values in [0, 1), in the shape of `x`: an element is rounded up if its noise is below
+                its distance to the next lower value, in units of the gap. None rounds to nearest, ties to even.
 
         Returns:
             float32; NaN may become anything, since the scale of its block is NaN.
@@ -65,27 +63,27 @@ class Element(Protocol):
         ...
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return the codes of rounded numbers, uint8. `x` may be overwritten; otherwise as `round`."""
+        """Round as `round` does, and return the bits as uint8; `x` may be overwritten."""
         ...
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the numbers that codes stand for, float32."""
+        """Return the float32 values of encoded elements."""
         ...
 
 
 @dataclass(frozen=True)
 class Float8:
-    """A sign, an exponent and a mantissa, as torch has them; subnormal below the least exponent."""
+    """An 8-bit floating point dtype of torch."""
 
     dtype: torch.dtype
-    mantissa: int  # bits of it
-    least: int  # the exponent of the smallest normal number
+    mantissa: int  # bits of the mantissa
+    least: int  # the exponent of the smallest normal value
     exponent: int  # see `Element`
     largest: float  # see `Element`
     bits: int = 8  # see `Element`
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """See `Element`; NaN stays."""
+        """See `Element`; NaN is preserved."""
         if noise is None:
             return x.clamp(-self.largest, self.largest).to(self.dtype).to(torch.float32)
         return self._rounded(x, noise)
@@ -100,22 +98,23 @@ class Float8:
         return codes.view(self.dtype).to(torch.float32)
 
     def _rounded(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Numbers in whole steps of their exponent's mantissa."""
+        """Round magnitudes to multiples of the gap between representable values at their exponent."""
         size = x.abs()
+        # Clamping the exponent gives subnormals the gap of the smallest normal value.
         exponent = ((size.view(torch.int32) >> 23) & _EXPONENT).clamp(127 + self.least) - self.mantissa
         step = (exponent << 23).view(torch.float32)
         steps = size / step
         if noise is None:
-            whole = steps.round()
+            rounded = steps.round()
         else:
-            whole = steps.floor()
-            whole += noise < steps - whole
-        return torch.copysign((whole * step).clamp(max=self.largest), x)
+            rounded = steps.floor()
+            rounded += noise < steps - rounded
+        return torch.copysign((rounded * step).clamp(max=self.largest), x)
 
 
 @dataclass(frozen=True)
 class Float4(Float8):
-    """Four bits, for which torch has no arithmetic."""
+    """The 4-bit dtype e2m1, for which torch has no arithmetic."""
 
     bits: int = 4
 
@@ -124,9 +123,10 @@ class Float4(Float8):
         return self._rounded(x, noise)
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """See `Element`; there is no code for NaN."""
+        """See `Element`; e2m1 has no NaN, which becomes 0."""
         numbers = self._rounded(x, noise)
         size = numbers.abs().nan_to_num(0.0)
+        # 0 to 1.5 in steps of 0.5, 2 and 3 in steps of 1, 4 and 6 in steps of 2: the index in `_VALUES_E2M1`.
         code = torch.where(size < 2, size * 2, torch.where(size < 4, size + 2, 4 + size / 2)).to(torch.uint8)
         code = torch.where(size == 6, 7, code)
         return code | (torch.signbit(numbers).to(torch.uint8) << 3)
@@ -142,22 +142,23 @@ ELEMENTS: dict[torch.dtype, Element] = {
     E5M2: Float8(E5M2, mantissa=2, least=-14, exponent=15, largest=57344.0),
     E2M1: Float4(E2M1, mantissa=1, least=0, exponent=2, largest=6.0),
 }
-"""By dtype: OCP 8-bit floating point (OFP8, 2023), and the 4-bit type of OCP Microscaling Formats (MX, 2023)."""
-
+"""By dtype: OCP 8-bit floating point (OFP8 1.0, 2023) and the 4-bit element of OCP Microscaling (MX 1.0, 2023)."""
 
 _OWN = frozenset(ELEMENTS)
 
 
 @public
 def register_element(dtype: torch.dtype, element: Element) -> None:
-    """Make a dtype usable in `fs.formats.Blocks`: for gathers, sums of gradients and moments. Call it on every rank.
+    """Register an element dtype for `fs.formats.Blocks`, and so for gathers, gradient sums and moments.
+
+    Call it on every rank.
 
     Args:
-        dtype: of one byte; a key, also where torch has no arithmetic for it.
-        element: what its codes stand for; it replaces one that was registered before.
+        dtype: Key of the element: any dtype of one byte, even if torch has no arithmetic for it.
+        element: Values and rounding of the dtype; replaces an earlier registration.
 
     Raises:
-        ConfigError: the dtype is one of the library's own, or has more than a byte.
+        ConfigError: A built-in dtype; a dtype of more than one byte; elements that have neither 8 nor 4 bits.
 
     Example:
         >>> from dataclasses import dataclass
@@ -167,8 +168,8 @@ def register_element(dtype: torch.dtype, element: Element) -> None:
         ...     largest: float = 127.0
         ...     exponent: int = 6
         ...     def round(self, x, noise=None):
-        ...         whole = x.round() if noise is None else (x + noise).floor()
-        ...         return whole.clamp(-127, 127)
+        ...         rounded = x.round() if noise is None else (x + noise).floor()
+        ...         return rounded.clamp(-127, 127)
         ...     def encode(self, x, noise=None):
         ...         return self.round(x, noise).nan_to_num(0.0).to(torch.int8).view(torch.uint8)
         ...     def decode(self, codes):
@@ -178,8 +179,8 @@ def register_element(dtype: torch.dtype, element: Element) -> None:
         33792
     """
     if dtype.itemsize != 1 or element.bits not in (4, 8):
-        mend = "Use a dtype of one byte, and codes of 8 or 4 bits."
-        raise ConfigError(message(f"got {dtype} with codes of {element.bits} bits.", mend=mend))
+        mend = "Use a dtype of one byte, and elements of 8 or 4 bits."
+        raise ConfigError(message(f"got {dtype} with elements of {element.bits} bits.", mend=mend))
     if dtype in _OWN:
-        raise ConfigError(message(f"got {dtype}, whose element is defined.", mend="Use another dtype of one byte."))
+        raise ConfigError(message(f"got {dtype}, which is built in.", mend="Use a different dtype of one byte."))
     ELEMENTS[dtype] = element

@@ -1,6 +1,6 @@
-"""Random bits for stochastic rounding: a function of key, stream and place, computed where the tensor is.
+"""Random bits for stochastic rounding: a function of key, stream and element index, computed on the tensor's device.
 
-Guarantee: an element gets the same number on every rank and in every box.
+Guarantee: an element gets the same value on every rank and in every box.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ __all__ = ["coarse_uniform_at", "philox", "uniform_as_numpy", "uniform_at"]
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_CHUNK = 1 << 16
-"""Counters at a time, so that what is in between stays in the cache of a core."""
+_CHUNK = 1 << 16  # counters per pass, so that intermediate words stay in a core's cache
 
 
 def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor | int]) -> tuple[Tensor, ...]:
-    """Philox-4x32 with 10 rounds."""
+    """Compute Philox-4x32-10 (Salmon et al., SC 2011)."""
     words = list(counter)
     first, second = key
     for _ in range(10):
-        # A product of two words can pass 2^63: its low 64 bits are what wraps around, as unsigned ones would.
+        # A product of two words can exceed 2^63; int64 wraps around to the bits of the unsigned product.
         a = words[0] * _MULTIPLIERS[0]
         b = words[2] * _MULTIPLIERS[1]
         words = [
@@ -42,23 +41,23 @@ def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor | int]) -> tupl
 def uniform_at(
     key: Tensor, stream: int, shape: tuple[int, ...], ranges: Sequence[Sequence[tuple[int, int]]], device: torch.device
 ) -> Tensor:
-    """Numbers in [0, 1), in steps of 2^-24, for a part of a tensor.
+    """Draw uniform values in [0, 1), multiples of 2^-24, for part of a tensor.
 
     Args:
-        key: int64[2] of 32-bit words, as `fs.random.key` makes it, on any device.
-        stream: below 2^32; names the tensor.
-        shape: of the whole tensor, of at least one dim.
-        ranges: for each dim the index ranges that the part has, one after the other.
-        device: of the result.
+        key: Key, int64[2], on any device.
+        stream: Id of the tensor, in [0, 2^32).
+        shape: Full shape of the tensor, at least one dim.
+        ranges: Half-open index ranges of the part, several for each dim; they are concatenated.
+        device: Device of the result.
 
     Returns:
-        float32 in the shape of the part.
+        float32, in the shape of the part.
 
     Example:
         >>> cpu = torch.device("cpu")
-        >>> whole = fs.formats.uniform_at(fs.random.key(0), 1, (4, 6), [[(0, 4)], [(0, 6)]], cpu)
+        >>> full = fs.formats.uniform_at(fs.random.key(0), 1, (4, 6), [[(0, 4)], [(0, 6)]], cpu)
         >>> part = fs.formats.uniform_at(fs.random.key(0), 1, (4, 6), [[(1, 3)], [(2, 6)]], cpu)
-        >>> torch.equal(part, whole[1:3, 2:6])
+        >>> torch.equal(part, full[1:3, 2:6])
         True
     """
     held = [sum(stop - start for start, stop in runs) for runs in ranges]
@@ -71,6 +70,7 @@ def uniform_at(
         places = torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
         rows = (rows.unsqueeze(-1) * size + places) if rows.ndim else places
     rows = rows.reshape(-1)
+    # Each counter gives four consecutive values of a row, so rows start on new counters: a box needs no other rows.
     flat = out.view(-1, held[-1])
     column = 0
     for start, stop in ranges[-1]:
@@ -90,13 +90,13 @@ def uniform_at(
 def coarse_uniform_at(
     key: Tensor, stream: int, shape: tuple[int, ...], box: Sequence[tuple[int, int]], device: torch.device
 ) -> Tensor:
-    """As `uniform_at` for one index range in each dim, in steps of 2^-16."""
+    """Draw like `uniform_at` for a box, in multiples of 2^-16: four values per SplitMix64 word, so much cheaper."""
     first, second = key.to(device, non_blocking=True).unbind(-1)
     (start, stop), size = box[-1], shape[-1]
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for length, (a, b) in zip(shape[:-1], box[:-1], strict=True):
         rows = rows.unsqueeze(-1) * length + torch.arange(a, b, device=device)
-    words = torch.arange(start // 4, -(-stop // 4), device=device)  # Four numbers of 16 bits are in one of 64.
+    words = torch.arange(start // 4, -(-stop // 4), device=device)
     counters = rows.unsqueeze(-1) * -(-size // 4) + words
     seed = _mix(_mix(first | (second << 32)) ^ stream)
     lanes = _mix(counters * _GOLDEN + seed).view(torch.int16)
@@ -109,20 +109,20 @@ _MIX = (30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finalizer of SplitMix64, on int64, whose products wrap around as unsigned ones do."""
+    """Apply the finalizer of SplitMix64 to int64, whose products wrap around like unsigned ones."""
     for shift, factor in _MIX:
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 # ------------------------------------------------------------------------------------------- the bits of NumPy's Philox
-# int64 wraps around as uint64 does; only a shift to the right has to be masked, and a constant above 2^63 is negative.
+# int64 wraps around like uint64; only right shifts need a mask, and a constant above 2^63 becomes negative.
 _WIDE_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WIDE_WEYL = (0x9E3779B97F4A7C15 - (1 << 64), 0xBB67AE8584CAA73B - (1 << 64))
 
 
 def _product(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """The high and the low 64 bits of a product of two words of 64 bits."""
+    """Return the high and low 64 bits of a product of two 64-bit words."""
     high = constant >> 32
     low = constant & _WORD
     x_high = (x >> 32) & _WORD
@@ -133,8 +133,8 @@ def _product(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
 
 
 def uniform_as_numpy(key: Sequence[Tensor], first: int, blocks: int, count: int) -> Tensor:
-    """What NumPy's `Generator(Philox(key=key, counter=[0, 0, i, 0])).random(count, float32)` gives for several i."""
-    of_block = -(-count // 8)  # eight numbers of 32 bits in four words of 64
+    """Reproduce NumPy's `Generator(Philox(key=key, counter=[0, 0, i, 0])).random(count, float32)` for several i."""
+    of_block = -(-count // 8)  # a counter gives four 64-bit words, eight float32 values
     at = torch.arange(blocks * of_block, device=key[0].device)
     zero = torch.zeros_like(at)
     words = [at % of_block + 1, zero, at // of_block + first, zero]

@@ -1,7 +1,7 @@
-"""Precision as a value: the dtypes of parameters, compute, wire, gradients and moments, and dynamic loss scaling.
+"""`Precision`: dtypes and formats of parameters, compute, communication, gradients and moments; dynamic loss scaling.
 
-Guarantee: ordered sums over ranks are taken in float32 at least, whatever travels; codes of low precision are always
-made of main parameters, never of what was rounded before.
+Guarantee: ordered sums over ranks are in float32 at least, whatever the wire format; weights are quantized from main
+parameters, never from rounded copies.
 """
 
 from __future__ import annotations
@@ -28,29 +28,31 @@ __all__ = [
 ]  # fmt: skip
 
 
+# What each role of a `Precision` accepts, for errors.
 _TAKES = {
-    "params": "a dtype: optimizers update numbers, not codes",
+    "params": "a dtype: optimizers don't update quantized values",
     "compute": "a dtype or a format",
     "reduce": "a dtype or a format",
-    "grads": "a dtype: sums are not rounded to codes",
-    "moments": "a dtype, or a format of 8 bits without a scale of whole matrices",
-    "gather": "a format: weights without one travel in the dtype of compute",
+    "grads": "a dtype: sums are not quantized",
+    "moments": "a dtype, or an 8-bit format without a scale per matrix",
+    "gather": "a format: weights without one are sent in the dtype of compute",
     "activations": "a dtype",
 }
-"""By role of a `Precision`."""
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scaling (Micikevicius et al. 2018): halve on overflow, double after a row of good steps.
+    """Dynamic loss scaling (Micikevicius et al. 2018, arXiv:1710.03740).
+
+    The scale is halved when a step overflows, and doubled after `interval` finite steps in a row.
 
     Attributes:
-        initial: the first scale.
-        interval: good steps in a row before the scale is doubled.
-        least: the scale does not fall below it: a step that is not finite there is refused, as without scaling.
+        initial: Initial scale.
+        interval: Number of consecutive finite steps before the scale is doubled.
+        least: Lower bound of the scale. A step that overflows there raises an error, as without scaling.
 
     Raises:
-        ConfigError: a number is not above 0, or the first scale is below the least.
+        ConfigError: A value that isn't above 0, or `initial` below `least`.
 
     Example:
         >>> scale = fs.formats.LossScale(initial=2.0**12)
@@ -65,80 +67,72 @@ class LossScale:
     @public
     def __post_init__(self) -> None:
         if not (self.initial >= self.least > 0 and self.interval > 0):
-            mend = "Numbers are above 0, and initial is at least as large as least."
+            mend = "Pass values above 0, with initial >= least."
             raise ConfigError(message(f"got {self}.", mend=mend))
 
 
 class ScaleState(NamedTuple):
-    """The loss scale (float32, 0-d) and how many good steps there have been since it last changed (int64, 0-d)."""
+    """The loss scale (float32, 0-d), and the number of finite steps since it last changed (int64, 0-d)."""
 
     scale: Tensor
     good_steps: Tensor
 
 
 Sums: TypeAlias = Literal["auto", "ordered", "native"]
-"""How gradients are summed over ranks; see `Precision`."""
 
+# The default of `Precision.keep`; Hugging Face modules call a router `mlp.gate`.
 KEEP = ("*embed*", "*head", "*router*", "*.mlp.gate.weight", "*shared_expert_gate*", "*norm*", "*bias*")
-"""Parts of the paths of leaves that stay in the dtype of compute, where nothing else is said; modules of Hugging Face
-call a router `mlp.gate`."""
 
 _ROWS = re.compile(r"(.*)\[(-?\d*)(:?)(-?\d*)\]")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of each role; None means the dtype of the leaf, and follows from the roles above it.
+    """The dtype or format of parameters, compute, communication, gradients and moments.
+
+    A role that is None follows from the others; `Precision()` uses each leaf's own dtype. "Weights" below are the
+    leaves that `keep` leaves to a format: trainable, two dims or more.
+
+    A format in `reduce` quantizes each rank's gradient once, when it is sent: per microbatch if gradients are sharded,
+    else per step. Sums over some ranks are sent in the dtype of the sum, as are gradients of a pipeline that reduces
+    per step. The error of a sum over k ranks is at most that of k roundings: for MXFP8 1/8 of the block's amax each,
+    for a float32 scale with nearest rounding 1/28. A gradient that isn't finite makes its block NaN. Backends can't add
+    quantized values, so these leaves have ordered sums.
 
     Attributes:
-        params: main parameters, which the optimizer updates.
-        compute: what the loss function sees, and the wire dtype of a gather; by default the main parameter's. Or
-            a format: the loss function sees weights of blocks as `fs.formats.Quantized`, which products of `ops`
-            take, and `activations` is the dtype of all else.
-        gather: the format in which weights travel; None, or the dtype of compute itself, for that dtype. Weights are
-            rounded to it, and the loss function sees these numbers in the dtype of compute, under every strategy: also
-            where nothing travels.
-            Where compute is a format, it is that one.
-        keep: which leaves have no format: patterns as in a shell, each for one part of a dotted path, such as "*norm*",
-            or for all of it. "blocks[-2:]" is the last two layers of a stack called `blocks`, and "*[-1]" the last
-            layer of every stack; a name that ends so never means a class of characters. Leaves with fewer than two
-            dims, and frozen ones, never have one. A pattern that is not in `KEEP` must match a leaf.
-        reduce: wire dtype of the gradients; by default that in which they come out of backward. Or a format, for leaves
-            that `keep` leaves to it: what a rank has to add is rounded, travels as codes and scales, and is widened
-            again before it is summed in order. See below.
-        grads: accumulated gradients; by default the main parameter's, and float32 at least. Sums over ranks are
-            in float32 at least also where a narrower one is asked for here, and are rounded once.
-        sums: of gradients over ranks: "ordered", in one tree whatever the backend and the layout, so that all laws
-            about bits hold; "native", by the backend's own reduce-scatter and all-reduce, in the dtype of `reduce`, or
-            else in the dtype of the sums; "auto" is ordered on the CPU and native elsewhere.
-        moments: optimizer moments, where the optimizer has no dtype of its own; by default as for gradients. Updates
-            are computed in float32 at least. Or a format of 8 bits, such as fs.formats.MXFP8: moments of leaves of two
-            dims and more and of 4096 elements and more are codes and scales between updates.
-        rounding: of moments below float32 and of bfloat16 main parameters after an update, which is computed in
-            float32: "nearest"; or "stochastic", up or down with the probability that makes the mean exact, by bits
-            that follow from the key of the state, its step, the path of the leaf, and the index of the element in the
-            whole leaf. By default moments are rounded by key, since most of their changes are below half of their last
-            bit, and main parameters to the nearest.
-        loss_scale: dynamic loss scaling, or None.
-        activations: where compute is a format, the dtype in which the loss function computes: of leaves without a
-            format, and of those that are dequantized; by default bfloat16.
-        strict: products with weights in the format of compute are refused where the device has no kernel for it, see
-            `fs.ops.scaled_kernel`; else they are then dequantized and multiplied.
-        columnwise: where blocks of compute lie along one dim, the leaves that backward gathers a second time in blocks
-            along their other dim, as the gradient of x in `x @ w.T` sums: patterns as in `keep`, such as
-            ("wq", "wk", "wv", "gate", "up"). `fs.ops.scaled_matmul(x, w, 1)` multiplies by these numbers there; all
-            other uses have those of forward. Weights are rounded to both from main parameters, so it takes a strategy
-            that keeps no copies of them, zero(3) or HSDP, and no pipeline.
-        rounded: weights have been rounded already; `Layout.in_flight` says so of copies at rest.
+        params: Dtype of main parameters (master weights), which the optimizer updates; default: the leaf's.
+        compute: Dtype in which the loss function sees parameters, and in which they are all-gathered; default: the main
+            parameter's. With a format, weights are `fs.formats.Quantized`, for `fs.ops.scaled_matmul` and linears.
+        reduce: Wire dtype of gradients; default: the dtype in which backward returns them. Or a format, for weights.
+        grads: Dtype of accumulated gradients; default: the main parameter's, float32 at least. Sums over ranks are in
+            float32 at least, and rounded once to a narrower dtype.
+        moments: Dtype of optimizer moments, unless the optimizer sets one; default: as for `grads`. Or an 8-bit format
+            such as `fs.formats.MXFP8`, for leaves of 2 or more dims and 4096 or more elements. Updates are computed in
+            float32 at least.
+        loss_scale: Dynamic loss scaling; default: none.
+        sums: Order of gradient sums over ranks. "ordered" is one fixed tree on every backend and layout, so results are
+            bitwise equal; "native" is the backend's reduce-scatter or all-reduce, in the dtype of `reduce` or `grads`;
+            "auto" is ordered on CPU and native elsewhere.
+        gather: Format in which weights are all-gathered; default: `compute`. The loss function sees the rounded values
+            in the dtype of `compute` under every strategy, even if nothing is sent.
+        keep: Leaves without a format: shell patterns for one part of a dotted path or for all of it. "blocks[-2:]" is
+            the last two layers of the stack `blocks`, "*[-1]" the last layer of every stack; brackets at the end are
+            never a character class. Patterns that aren't in the default must match a leaf.
+        rounding: Rounding of moments below float32 and of bfloat16 main parameters after an update: "nearest" or
+            "stochastic", with bits from the state's key, its step, the leaf's path and the element's index. Default:
+            stochastic for moments, whose changes are mostly below half of their last bit; nearest for parameters.
+        activations: If `compute` is a format, the dtype of leaves without one and of dequantized weights; default:
+            bfloat16.
+        strict: Whether to refuse matmuls in the format of `compute` on devices without a kernel for it (see
+            `fs.ops.scaled_kernel`), rather than dequantize the weight.
+        columnwise: Weights that backward gathers again in blocks along their other dim, which the gradient of x in
+            `fs.ops.scaled_matmul(x, w, 1)` contracts: patterns as in `keep`, such as ("wq", "wk", "wv", "gate", "up").
+            It needs a format of `compute` with blocks along one dim, a strategy without copies of the weights (zero(3)
+            or HSDP), and no pipeline.
+        rounded: Whether weights are rounded already, as in the copies that some strategies keep; set by the layout.
 
-    With a format in `reduce` a sum over k ranks is off by at most the sum of the k errors of its terms. The error of a
-    term is half the distance between the two numbers of the format next to it, times the scale of its block; the whole
-    distance if rounding is stochastic; or, of an element above the largest number of the format, which scales in 8 bits
-    leave, what it is above that. For MXFP8 it is at most 1/8 of the largest magnitude in the block, with a float32
-    scale and nearest rounding 1/28. Terms are rounded once, before they are sent between ranks: with each microbatch
-    where gradients are cut, else at the end of the step; what has been summed over some ranks travels on in the dtype
-    of the sum, and so do gradients of a pipeline that reduces once a step. A term that is not finite makes its block
-    NaN, so that a step refuses it. A backend cannot add codes: these leaves have ordered sums, whatever `sums` says.
+    Raises:
+        ConfigError: A role with a dtype or format that it doesn't accept, or two roles that contradict each other.
 
     Example:
         >>> precision = fs.Precision(params=torch.bfloat16, moments=torch.bfloat16)
@@ -166,6 +160,7 @@ class Precision:
         if self.sums not in get_args(Sums):
             mend = f"Use one of {', '.join(get_args(Sums))}."
             raise ConfigError(message(f"got sums={self.sums!r}.", mend=mend))
+        # Normalized, so that precisions that mean the same are equal and share cached plans.
         if isinstance(self.gather, torch.dtype) and self.gather == self.compute:
             object.__setattr__(self, "gather", None)
         roles = {role: getattr(self, role) for role in _TAKES}
@@ -180,90 +175,68 @@ class Precision:
         if wrong:
             mend = f"Dtypes are {', '.join(map(str, FLOATS))}. A format is an fs.formats.Blocks, such as"
             mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers."
-            raise ConfigError(message("got what its roles do not take.", wrong, mend))
+            raise ConfigError(message("got dtypes or formats that its roles do not accept.", wrong, mend))
         if self.rounding not in (None, *get_args(Rounding)):
             mend = f"Use one of {', '.join(get_args(Rounding))}."
             raise ConfigError(message(f"got rounding={self.rounding!r}.", mend=mend))
         if self.rounding == "stochastic" and self.params != torch.bfloat16:
-            mend = "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
+            mend = "Write params=torch.bfloat16, the only dtype of main parameters that is rounded so, or leave it out."
             raise ConfigError(message(f'got rounding="stochastic" with params={self.params}.', mend=mend))
         for role, example in (("keep", '("embed", "head", "*norm*", "blocks[-1]")'), ("columnwise", '("wq", "up")')):
             given: Any = getattr(self, role)
             if not isinstance(given, tuple) or not all(isinstance(x, str) for x in cast("tuple[Any, ...]", given)):
-                mend = f"Give patterns of parts of paths, such as {role}={example}."
+                mend = f"Pass a tuple of patterns for parts of paths, such as {role}={example}."
                 raise ConfigError(message(f"got {role}={given!r}.", mend=mend))
         self._check_compute()
 
     def __repr__(self) -> str:
-        """The arguments that are not the default ones."""
+        """Show the arguments that differ from the defaults."""
         values = {field: getattr(self, field.name) for field in fields(self)}
         given = [f"{field.name}={value!r}" for field, value in values.items() if value != field.default]
         return f"Precision({', '.join(given)})"
 
     def _check_compute(self) -> None:
-        """A format of compute is also the format of gathers, and goes with a dtype of activations."""
+        """Make the format of compute that of gathers as well; refuse arguments that need a format of compute."""
         if isinstance(self.compute, Blocks):
             if self.gather not in (None, self.compute):
-                rule = f"computes in {self.compute} and gathers in {self.gather}: weights are rounded once."
+                rule = f"got compute={self.compute} and gather={self.gather}, but weights are rounded once."
                 raise ConfigError(message(rule, mend="Leave gather= out."))
             object.__setattr__(self, "gather", self.compute)
         elif self.activations is not None or self.strict:
             given = f"activations={self.activations}" if self.activations is not None else "strict=True"
-            mend = "Give the dtype as compute=, or a format with it: compute=fs.formats.MXFP8."
+            mend = "Pass the dtype as compute=, or add a format: compute=fs.formats.MXFP8."
             raise ConfigError(message(f"got {given} and no format to compute in.", mend=mend))
         if self.columnwise and not (isinstance(self.compute, Blocks) and self.compute.one_way):
             rule = f"got columnwise={self.columnwise!r} with compute={self.compute}."
-            mend = "Leave it out: it is for a format of compute whose blocks lie along one dim, such as"
-            raise ConfigError(message(rule, mend=f"{mend} compute=fs.formats.MXFP8; others serve both."))
+            mend = "Leave it out: it is for a format of compute whose blocks extend along one dim, such as"
+            raise ConfigError(message(rule, mend=f"{mend} compute=fs.formats.MXFP8."))
 
     def format_of(self, path: str, ndim: int) -> Blocks | None:
-        """The format in which a leaf travels; None for one that travels in the dtype of compute.
-
-        Args:
-            path: dotted, of the leaf.
-            ndim: dims of it in one unit: of a stacked leaf, without the layers' dim.
-        """
-        if not isinstance(self.gather, Blocks) or ndim < 2 or self._keeps(path):
-            return None
-        return self.gather
+        """Return the format in which a leaf is all-gathered, or None; `ndim` is without the dim of stacked layers."""
+        return self._format(self.gather, path, ndim)
 
     def reduce_format(self, path: str, ndim: int) -> Blocks | None:
-        """The format in which terms of a leaf's gradient travel; arguments as in `format_of`."""
-        if not isinstance(self.reduce, Blocks) or ndim < 2 or self._keeps(path):
-            return None
-        return self.reduce
+        """Return the format in which a leaf's gradient is sent, or None; `ndim` as in `format_of`."""
+        return self._format(self.reduce, path, ndim)
+
+    def _format(self, role: torch.dtype | Blocks | None, path: str, ndim: int) -> Blocks | None:
+        return role if isinstance(role, Blocks) and ndim >= 2 and not _matches(path, self.keep) else None
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """The wire dtype of gradients without a format; None for that in which they come out of backward."""
+        """Wire dtype of gradients without a format; None keeps the dtype of backward."""
         return None if isinstance(self.reduce, Blocks) else self.reduce
 
     def takes_columns(self, path: str, ndim: int) -> bool:
-        """Whether backward gathers a leaf that has a format in blocks along its other dim; arguments as there."""
+        """Return whether backward gathers a leaf, which has a format, in blocks along its other dim."""
         return ndim == 2 and _matches(path, self.columnwise)
 
-    def _keeps(self, path: str) -> bool:
-        """Whether all of a leaf has no format."""
-        return _matches(path, self.keep)
-
     def kept_rows(self, path: str, count: int) -> tuple[int, ...]:
-        """The layers of a stack that have no format although others have one.
-
-        Args:
-            path: dotted, of a stacked leaf.
-            count: layers in all.
-        """
+        """Return the layers of a stack of `count` that have no format, by patterns such as "blocks[-1]"."""
         return tuple(sorted({row for pattern in self.keep for row in _rows(path, pattern, count)}))
 
     def check_leaves(self, leaves: tuple[PatternLeaf, ...]) -> None:
-        """Refuse patterns that match no leaf. Free when it is called again with the same leaves.
-
-        Args:
-            leaves: all of a model.
-
-        Raises:
-            LayoutError: patterns of `keep` or `columnwise` match nothing; all are listed.
-        """
+        """Raise a `LayoutError` that lists the patterns that match none of the leaves of a model."""
         rows = _idle_patterns(self, leaves)
         if rows:
             paths = listed((leaf.path for leaf in leaves), none="none")
@@ -271,14 +244,7 @@ class Precision:
             raise LayoutError(message("got a precision with patterns that match no leaf.", rows, mend))
 
     def check_state(self, of_state: Precision) -> None:
-        """Refuses a step that would round weights otherwise than its states do.
-
-        Args:
-            of_state: the precision of their layout.
-
-        Raises:
-            ConfigError: it would.
-        """
+        """Raise a `ConfigError` if a step would round weights differently than the layout of its state does."""
         ours = (self.gather, self.keep)
         theirs = (of_state.gather, of_state.keep)
         if ours != theirs and (ours[0] or theirs[0]) is not None:
@@ -287,11 +253,8 @@ class Precision:
             raise ConfigError(message(f"{rule} {list(theirs[1])}.", mend=mend))
 
     def check_stages(self) -> None:
-        """Refuses what pipeline stages do not do.
-
-        Raises:
-            ConfigError: `strict` or `columnwise`.
-        """
+        """Raise a `ConfigError` for what pipeline stages do not support."""
+        # Stages round each weight once, before the schedule, and multiply dequantized copies.
         if self.strict:
             text = "cannot be strict with a pipeline: its stages multiply weights that are dequantized."
             raise ConfigError(message(text, mend="Leave strict out, or keep pp at 1."))
@@ -301,35 +264,35 @@ class Precision:
 
     @property
     def has_formats(self) -> bool:
-        """Whether weights, or terms of gradients, are sent in a format."""
+        """Whether weights or their gradients are sent in a format."""
         return isinstance(self.gather, Blocks) or isinstance(self.reduce, Blocks)
 
     @property
     def stochastic_weights(self) -> bool:
-        """Whether weights are rounded by a key."""
+        """Whether weights are rounded stochastically."""
         return isinstance(self.gather, Blocks) and self.gather.stochastic
 
     @property
     def stochastic_terms(self) -> bool:
-        """Whether terms of gradients are rounded by a key."""
+        """Whether gradients are rounded stochastically before they are sent."""
         return isinstance(self.reduce, Blocks) and self.reduce.stochastic
 
     def main_dtype(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype of the main parameter of a leaf."""
+        """Return the dtype of a leaf's main parameter."""
         return self.params if self.params and leaf.is_floating_point else leaf
 
     def compute_dtype(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype in which the loss function sees a leaf, or dequantizes it."""
+        """Return the dtype in which the loss function sees or dequantizes a leaf."""
         dtype = self.activation_dtype
         return dtype if dtype and leaf.is_floating_point else self.main_dtype(leaf)
 
     @property
     def activation_dtype(self) -> torch.dtype | None:
-        """The dtype in which a loss function computes; None for the dtype of main parameters."""
+        """Dtype in which a loss function computes; None for the main parameters'."""
         return (self.activations or torch.bfloat16) if isinstance(self.compute, Blocks) else self.compute
 
     def of_rounded(self) -> Precision:
-        """The precision of a call that gets plain tensors that have been rounded: without formats of weights."""
+        """Return this precision without formats of weights, for a call that gets tensors which are rounded already."""
         return replace(
             self, compute=self.activation_dtype, gather=None, activations=None, strict=False, columnwise=(),
             rounded=False,
@@ -337,43 +300,35 @@ class Precision:
 
     @property
     def computes_quantized(self) -> bool:
-        """Whether the loss function sees weights of blocks as `fs.formats.Quantized`."""
+        """Whether the loss function sees weights as `fs.formats.Quantized`."""
         return isinstance(self.compute, Blocks)
 
     def grad_dtype(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of a leaf are summed and kept."""
+        """Return the dtype in which a leaf's gradients are summed and stored."""
         return self.grads or wide(self.main_dtype(leaf))
 
     def moment_dtype(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype of the optimizer's moments of a leaf; where moments have a format, of those that are too small."""
+        """Return the dtype of a leaf's moments, also of those that are too small for the format of moments."""
         return self.moments if isinstance(self.moments, torch.dtype) else wide(leaf)
 
     @property
     def moment_format(self) -> Blocks | None:
-        """The format of the optimizer's moments; None where they have a dtype."""
+        """Format of the optimizer's moments; None if they have a dtype."""
         return self.moments if isinstance(self.moments, Blocks) else None
 
     def sums_natively(self, device_type: str | None) -> bool:
-        """Whether the backend sums gradients on a device by its own collectives.
-
-        Args:
-            device_type: None where there is no device, which counts as a CPU.
-        """
+        """Return whether the backend sums gradients on a device; None counts as the CPU."""
         return self.sums == "native" or (self.sums == "auto" and device_type not in ("cpu", None))
 
     def init_scale(self) -> ScaleState | None:
-        """The first loss scale state, or None without loss scaling."""
+        """Return the initial state of loss scaling; None without it."""
         if self.loss_scale is None:
             return None
         return ScaleState(torch.tensor(self.loss_scale.initial), torch.zeros((), dtype=torch.int64))
 
     def next_scale(self, state: ScaleState, *, finite: bool | Tensor) -> ScaleState:
-        """The scale after a step: halved when the step overflowed, doubled after `interval` good ones.
-
-        Args:
-            state: before the step.
-            finite: whether it did not overflow; a bool of no dims is not read by the host.
-        """
+        """Return the scale after a step: halved if it overflowed, doubled after `interval` finite ones."""
+        # Without branches on `finite`: a tensor of a device is never read by the host.
         assert self.loss_scale is not None
         was_finite = finite if isinstance(finite, Tensor) else torch.tensor(finite, device=state.scale.device)
         scale, good_steps = (x.to(was_finite.device, non_blocking=True) for x in state)
@@ -385,21 +340,21 @@ class Precision:
 
 
 class PatternLeaf(NamedTuple):
-    """A leaf as patterns see it."""
+    """A leaf that patterns are matched with."""
 
     path: str
-    shape: tuple[int, ...]  # of the full leaf
-    stacked: bool  # whether dim 0 is the layers of a stack
+    shape: tuple[int, ...]  # the global shape
+    stacked: bool  # whether dim 0 counts the layers of a stack
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns is of a path, or of a part of it; patterns of rows are of neither."""
+    """Return whether a pattern matches a path or one of its parts; patterns of layers match neither."""
     names = [pattern for pattern in patterns if _ROWS.fullmatch(pattern) is None]
     return any(fnmatch.fnmatchcase(part, pattern) for part in (path, *path.split(".")) for pattern in names)
 
 
 def _rows(path: str, pattern: str, count: int) -> range:
-    """The layers of a stack of `count` that a pattern such as "blocks[-2:]" names; empty for other patterns."""
+    """Return the layers of a stack of `count` that a pattern such as "blocks[-2:]" names, if any."""
     taken = _ROWS.fullmatch(pattern)
     if taken is None or not _names_stack(path, taken[1]):
         return range(0)
@@ -412,7 +367,7 @@ def _rows(path: str, pattern: str, count: int) -> range:
 
 
 def _names_stack(path: str, name: str) -> bool:
-    """Whether a name is a part of a path, or its beginning."""
+    """Return whether a name matches a part of a path, or a prefix of two or more parts."""
     parts = path.split(".")
     beginnings = (".".join(parts[:end]) for end in range(2, len(parts)))
     return any(fnmatch.fnmatchcase(part, name) for part in (*parts, *beginnings))
@@ -420,7 +375,7 @@ def _names_stack(path: str, name: str) -> bool:
 
 @functools.lru_cache(64)
 def _idle_patterns(precision: Precision, leaves: tuple[PatternLeaf, ...]) -> tuple[str, ...]:
-    """Patterns that match no leaf, and why; `KEEP` holds patterns for every model, so it may match nothing."""
+    """Return a row for each pattern that matches no leaf; those in `KEEP` are for every model and may match none."""
     parts = dict.fromkeys(part for leaf in leaves for part in (leaf.path, *leaf.path.split(".")))
     rows: list[str] = []
     for pattern in precision.keep:
@@ -434,9 +389,9 @@ def _idle_patterns(precision: Precision, leaves: tuple[PatternLeaf, ...]) -> tup
         if not named:
             rows.append(f"keep: {pattern!r} matches no leaf.{did_you_mean(taken[1], parts)}")
         elif not stacks:
-            rows.append(f"keep: {pattern!r} means layers, and dim 0 of {named[0].path} isn't named 'layers'.")
+            rows.append(f"keep: {pattern!r} selects layers, but dim 0 of {named[0].path} isn't named 'layers'.")
         elif not any(_rows(leaf.path, pattern, leaf.shape[0]) for leaf in stacks):
-            rows.append(f"keep: {pattern!r} is outside of {stacks[0].path}, which has {stacks[0].shape[0]} layers.")
+            rows.append(f"keep: {pattern!r} is out of range: {stacks[0].path} has {stacks[0].shape[0]} layers.")
     for pattern in precision.columnwise:
         ndims = [(leaf.path, len(leaf.shape) - leaf.stacked) for leaf in leaves if _matches(leaf.path, (pattern,))]
         if not any(ndim == 2 and precision.format_of(path, ndim) is not None for path, ndim in ndims):
@@ -452,7 +407,7 @@ def check_precision(precision: Any) -> None:
 
 
 def scaled_loss(loss: Tensor, scale: Tensor | float | None) -> Tensor:
-    """A loss times its scale, in the dtype of the loss; the product is rounded once."""
+    """Multiply a loss by its scale; the product is rounded once, to the dtype of the loss."""
     if scale is None or not loss.is_floating_point():
         return loss
     return (loss.to(wide(loss.dtype)) * scale).to(loss.dtype)
@@ -462,10 +417,10 @@ FP32 = Precision()
 BF16 = Precision(params=torch.float32, compute=torch.bfloat16)
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale())
 FP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=blocks.TENSORWISE)
-"""As `BF16`; weights of blocks travel as e4m3 with a scale for each matrix."""
+"""`BF16`, with weights all-gathered as e4m3 with a scale per matrix."""
 FP8_BLOCK = Precision(params=torch.float32, compute=torch.bfloat16, gather=blocks.E4M3_128x128)
-"""The same with a scale for each 128 x 128 elements (DeepSeek-V3)."""
+"""`BF16`, with weights all-gathered as e4m3 with a scale per 128 x 128 block (DeepSeek-V3, arXiv:2412.19437)."""
 MXFP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=blocks.MXFP8, reduce=blocks.MXFP8)
-"""As `BF16`; weights of blocks and terms of their gradients travel as MXFP8."""
+"""`BF16`, with weights all-gathered, and their gradients reduced, as MXFP8 (OCP MX 1.0, 2023)."""
 NVFP4 = Precision(params=torch.float32, compute=torch.bfloat16, gather=blocks.NVFP4, keep=(*KEEP, "*[-1]"))
-"""As `BF16`; weights of all blocks but the last one of each stack travel as NVFP4."""
+"""`BF16`, with weights all-gathered as NVFP4 (NVIDIA), except in the last layer of each stack."""

@@ -1,4 +1,4 @@
-"""`Quantized`: a tensor that is held as codes and scales, with gradients, which are straight-through and unrounded."""
+"""`Quantized`: a tensor stored as quantized values and scales; its gradients are straight-through and not rounded."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from fsharding.formats.philox import uniform_at
 
 __all__ = ["Columnwise", "Quantized", "Weight", "dequantize", "noting_numbers", "numbers_of", "quantize"]
 
+# Receives a dequantized tensor, the function that recomputes it, and that function's quantized values and scales.
 Note: TypeAlias = Callable[[Tensor, Callable[..., Tensor], Sequence[Tensor]], None]
-"""Is told of numbers, of a function that makes them of codes and scales, and of these."""
 
 
 class Columnwise(Protocol):
-    """How a backward pass comes by a weight once more, in blocks along its other dim, rounded from the same numbers."""
+    """How backward gets a weight in blocks along its other dim, rounded from the same main parameters."""
 
     def want(self) -> None:
-        """Says in forward that backward will ask for it."""
-        ...
+        """Announce in forward that backward will use the weight."""
 
     def gathered(self) -> Quantized:
-        """The weight; in backward. Collective over the axes along which it is cut."""
+        """Gather the weight in backward; collective over the axes that shard it."""
         ...
 
 
@@ -46,12 +45,12 @@ _note: ContextVar[Note | None] = ContextVar("fsharding_note_numbers", default=No
 
 
 def noting_numbers(note: Note) -> AbstractContextManager[None]:
-    """Inside, a function is told of all that is dequantized, so that autograd may keep codes in its place."""
+    """Call `note` for each tensor dequantized in the block, so that autograd can save the quantized values instead."""
     return scoped(_note, note)
 
 
 def _refuses(use: str) -> Any:
-    """A method of a node that says what to do first."""
+    """Make a method that raises what to write instead."""
 
     def refuse(self: Quantized, *_: Any, **__: Any) -> Any:
         raise _not_dequantized(self, use)
@@ -61,7 +60,7 @@ def _refuses(use: str) -> Any:
 
 def _not_dequantized(node: Quantized, use: str) -> NotDequantizedError:
     mend = (
-        "Write fs.formats.dequantize(w) for its numbers, or fs.ops.scaled_matmul(x, w, 1) for x @ w.T, and 0 for x @ w."
+        "Write fs.formats.dequantize(w) for its values, or fs.ops.scaled_matmul(x, w, 1) for x @ w.T, and 0 for x @ w."
     )
     return NotDequantizedError(
         report(f"fs.formats.dequantize was not called for a tensor that {use}.", [repr(node)], mend)
@@ -70,26 +69,25 @@ def _not_dequantized(node: Quantized, use: str) -> NotDequantizedError:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A tensor that is held as codes and scales: a node of trees, whose children are plain tensors.
+    """A tensor stored as quantized values and scales: a pytree node with plain tensors as children.
 
-    `fs.formats.dequantize`, `fs.ops.scaled_matmul`, `column_linear` and `row_linear` take it. It isn't a tensor: all
-    other functions of torch raise an error that shows what to write.
+    `fs.formats.dequantize`, `fs.ops.scaled_matmul`, `column_linear` and `row_linear` accept it. It isn't a tensor:
+    other torch functions raise an error that shows what to write.
 
     Attributes:
-        values: codes, uint8 in the shape of the tensor; of 4 bits two in a byte of the last dim. None where the tensor
-            is held as its numbers, which codes could stand for.
-        scales: of blocks: float32, or a byte as the format says; as many dims as the codes. None without codes.
-        format: of both.
-        dtype: in which it is dequantized.
-        block: rows and columns of a block; of a tensor of one dim, one row.
-        columns: size of the last dim.
-        outer: float32, scales of whole matrices, for a format that has them.
-        carrier: a tensor of the shape and dtype of the numbers, through which gradients go: without memory of its own
-            where there are codes, and None where nothing is differentiated; else the numbers themselves.
-        start: row and column of the block that the tensor begins in, counted from its first one, where it is a part of
-            a larger tensor.
-        strict: products refuse it where the device has no kernel for its format.
-        columnwise: of a weight that `Precision.columnwise` names: where backward finds it in blocks along its rows.
+        values: Quantized values, uint8 in the shape of the tensor; 4-bit values share a byte in pairs along the last
+            dim. None if the tensor is stored unquantized in `carrier`, already rounded to the format.
+        scales: Scales of the blocks, float32 or uint8 depending on the format; None without `values`.
+        format: Format of values and scales.
+        dtype: Dtype of the dequantized tensor.
+        block: Rows and columns of a block; one row for a 1-D tensor.
+        columns: Size of the last dim.
+        outer: Scales of the matrices, float32, for formats that have them.
+        carrier: Stand-in for the dequantized tensor in autograd, same shape and dtype: without memory if there are
+            `values`, and None if nothing is differentiated.
+        start: Row and column at which a slice of a larger tensor begins, relative to the first block that it touches.
+        strict: Whether matmuls raise an error on devices without a kernel for the format.
+        columnwise: Access to the weight in blocks along its other dim in backward; see `Precision.columnwise`.
 
     Example:
         >>> w = fs.formats.quantize(torch.eye(64), fs.formats.MXFP8, dtype=torch.bfloat16)
@@ -115,26 +113,20 @@ class Quantized:
 
     @classmethod
     def of_numbers(cls, x: Tensor, format: Blocks, *, strict: bool = False) -> Quantized:
-        """A tensor whose numbers have been rounded to a format already, held as they are.
-
-        Args:
-            x: at least one dim.
-            format: to which it was rounded.
-            strict: as in the class.
-        """
+        """Wrap a tensor of at least one dim whose elements are already rounded to `format`, without quantizing it."""
         return cls(None, None, format, x.dtype, _block(format, tuple(x.shape)), x.shape[-1], carrier=x, strict=strict)
 
     def carried_by(self, node: Tensor, columnwise: Columnwise | None = None) -> Quantized:
-        """The same tensor with a stand-in in autograd's graph, through which gradients go, as its carrier."""
+        """Return the same tensor with `node`, a stand-in in autograd's graph, as its carrier."""
         return replace(self, carrier=node if node.requires_grad else None, columnwise=columnwise)
 
     def stand_in(self) -> Tensor:
-        """A tensor without memory, in the shape and dtype of the numbers, that can be a carrier."""
+        """Make a tensor in the dequantized shape and dtype, with the memory of one element, to use as a carrier."""
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the numbers."""
+        """Shape of the dequantized tensor."""
         if self.values is None:
             assert self.carrier is not None
             return self.carrier.shape
@@ -142,22 +134,22 @@ class Quantized:
 
     @property
     def ndim(self) -> int:
-        """How many dims it has."""
+        """Number of dims."""
         return len(self.shape)
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the values."""
         return self._held().device
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients go through it."""
+        """Whether the carrier requires a gradient."""
         return self.carrier is not None and self.carrier.requires_grad
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales, or of the numbers that are held in their place."""
+        """Bytes of values and scales, or of the carrier without them."""
         return sum(x.nbytes for x in (self.values, self.scales, self.outer) if x is not None) or self._held().nbytes
 
     def _held(self) -> Tensor:
@@ -170,35 +162,35 @@ class Quantized:
         return f"Quantized({dtype}[{', '.join(map(str, self.shape))}] as {self.format})"
 
     def __getattr__(self, name: str) -> Any:
-        # Python itself asks for names that begin so, and for fields of a node that is not there yet.
+        # Python looks up underscored names itself, and fields while an instance is copied or unpickled.
         if name.startswith("_") or name in self.__dataclass_fields__:
             raise AttributeError(name)
-        raise _not_dequantized(self, f"is asked for .{name}")
+        raise _not_dequantized(self, f"is accessed as .{name}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """No function of torch takes a node."""
+        """Refuse every torch function."""
         given = torch_pytree.tree_leaves([args, kwargs or {}], is_leaf=lambda x: isinstance(x, Quantized))
         node = next(x for x in given if isinstance(x, Quantized))
-        raise _not_dequantized(node, f"goes into {overrides.resolve_name(func) or func.__name__}")
+        raise _not_dequantized(node, f"is passed to {overrides.resolve_name(func) or func.__name__}")
 
-    # Not `==`: nodes are compared, and kept in dicts, by identity.
+    # `==` stays: it compares identity, by which nodes are kept in dicts.
     __add__ = __radd__ = __sub__ = __rsub__ = _refuses("is an operand of + or -")
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuses("is an operand of * or /")
     __matmul__ = __rmatmul__ = _refuses("is an operand of @")
     __pow__ = __rpow__ = __neg__ = __abs__ = _refuses("is an operand of ** or -")
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuses("is an operand of // or %")
     __lt__ = __le__ = __gt__ = __ge__ = _refuses("is compared")
-    __float__ = __int__ = __bool__ = __len__ = _refuses("is taken for a number")
+    __float__ = __int__ = __bool__ = __len__ = _refuses("is used as a number")
     __iter__ = __getitem__ = __setitem__ = _refuses("is indexed")
-    __array__ = _refuses("goes into NumPy")
+    __array__ = _refuses("is converted to NumPy")
 
 
 _CHILDREN = ("values", "scales", "outer", "carrier")
 
 
 class _Held(NamedTuple):
-    """What is static about a node."""
+    """The static fields of a `Quantized`, compared by value in tree structures."""
 
     format: Blocks
     dtype: torch.dtype
@@ -224,13 +216,13 @@ def _flatten(node: Quantized) -> tuple[list[Tensor], _Aux, tuple[str, ...]]:
 def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantized:
     held, names = aux
     given = dict(zip(names, children, strict=True))
-    codes = given.get("values")
-    if isinstance(codes, Tensor) and codes.dtype != torch.uint8:
-        rule = f"fs.formats.Quantized cannot have codes in {codes.dtype}: a function of trees has changed them."
+    values = given.get("values")
+    if isinstance(values, Tensor) and values.dtype != torch.uint8:
+        rule = f"fs.formats.Quantized cannot have values in {values.dtype}: a tree function has changed them."
         mend = "Dequantize first, fs.formats.dequantize(w), and quantize the result."
         raise ArgumentError(report(rule, mend=mend))
     return Quantized(
-        given.get("values"), given.get("scales"), held.format, held.dtype, held.block, held.columns, given.get("outer"),
+        values, given.get("scales"), held.format, held.dtype, held.block, held.columns, given.get("outer"),
         given.get("carrier"), held.start, held.strict, held.columnwise,
     )  # fmt: skip
 
@@ -250,24 +242,24 @@ def quantize(
     dtype: torch.dtype | None = None,
     strict: bool = False,
 ) -> Quantized:
-    """Rounds a tensor to a format, and holds it as codes and scales.
+    """Quantize a tensor to a low-precision format.
 
-    The gradient of the dequantized tensor becomes the gradient of x, in the dtype of x, without rounding. A cast,
-    `x.to(torch.float8_e4m3fn)`, would round the gradient as well, and without a scale.
+    The gradient is straight-through: the gradient of the dequantized tensor becomes that of `x`, in the dtype of `x`.
+    A cast such as `x.to(torch.float8_e4m3fn)` rounds the gradient as well, without a scale.
 
     Args:
-        x: floating point, of at least one dim.
-        format: the format of codes and scales, such as `fs.formats.MXFP8`.
-        key: int64[2], for a format whose rounding is stochastic.
-        dtype: in which it is dequantized; by default the dtype of x.
-        strict: products refuse the result where the device has no kernel for the format.
+        x: Plain floating-point tensor of at least one dim.
+        format: Format of values and scales, such as `fs.formats.MXFP8`.
+        key: Random key, int64[2]; required for stochastic rounding.
+        dtype: Dtype in which the result is dequantized; default: that of `x`.
+        strict: Whether matmuls of the result raise an error on devices without a kernel for the format.
 
     Returns:
-        The node. Its numbers in a block are NaN where any of the block's in x is not finite.
+        A `Quantized`. A block that contains inf or NaN dequantizes to NaN.
 
     Raises:
-        ArgumentError: x is no plain floating point tensor, or `format` is none.
-        ConfigError: a stochastic format without a key, or a key for another one.
+        ArgumentError: `x` isn't a plain floating-point tensor, or `format` isn't a `Blocks`.
+        ConfigError: Stochastic rounding without a key, or a key without it.
 
     Example:
         >>> x = torch.tensor([1.0, 0.3, -0.1, 2.0])
@@ -280,6 +272,7 @@ def quantize(
     shape = tuple(x.shape)
     noise = None if key is None else cast(Tensor, _Noise.apply(key, shape, x.device))
     block = _block(format, shape)
+    # The gradient doesn't flow through `_Encode` but through the carrier, so it is never rounded.
     matrix = x.detach()
     if x.ndim == 1:
         matrix = matrix.unsqueeze(0)
@@ -292,24 +285,23 @@ def quantize(
     return Quantized(parts[0], parts[1], format, wide, block, shape[-1], *parts[2:], carrier=carrier, strict=strict)
 
 
-Weight: TypeAlias = Tensor | Quantized
-"""A full leaf as a loss function gets it."""
+Weight: TypeAlias = Tensor | Quantized  # an unsharded leaf, as a loss function gets it
 
 
 @public
 @_compat.outside_of_graphs
 def dequantize(q: Quantized | Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The numbers that a node holds; a plain tensor is its own.
+    """Dequantize a tensor; differentiable.
 
     Args:
-        q: the node; a tensor is returned as it is, so that one function serves weights with a format and without.
-        dtype: of the result; by default the node's.
+        q: Quantized tensor. A plain tensor is only cast, so one function serves weights with and without a format.
+        dtype: Dtype of the result; default: `q.dtype`.
 
     Returns:
-        A tensor of the node's shape, computed in float32 and rounded once.
+        A tensor in the shape of `q`, computed in float32 and rounded once.
 
     Raises:
-        ArgumentError: something else.
+        ArgumentError: `q` is neither a `Quantized` nor a tensor.
 
     Example:
         >>> w = fs.formats.quantize(torch.tensor([[3.0, 0.7]]), fs.formats.MXFP4, dtype=torch.bfloat16)
@@ -319,7 +311,7 @@ def dequantize(q: Quantized | Tensor, dtype: torch.dtype | None = None) -> Tenso
     if isinstance(q, Tensor):
         return q if dtype is None else q.to(dtype)
     if not isinstance(q, Quantized):
-        mend = "Give what fs.formats.quantize gives, or a tensor."
+        mend = "Pass the result of fs.formats.quantize, or a tensor."
         raise ArgumentError(message(f"takes a Quantized, got {type(q).__name__}.", mend=mend))
     if q.values is None:
         assert q.carrier is not None
@@ -337,7 +329,7 @@ def dequantize(q: Quantized | Tensor, dtype: torch.dtype | None = None) -> Tenso
 
 
 def numbers_of(q: Quantized) -> Tensor:
-    """The numbers of codes, without gradients, for one who keeps neither them nor the codes for backward."""
+    """Dequantize without gradients, for a caller that saves neither the result nor the values for backward."""
     assert q.values is not None and q.scales is not None
     return _numbers(_held(q), q.values, q.scales, q.outer)
 
@@ -352,11 +344,11 @@ def _check(x: Any, format: Any, key: Any) -> None:
         rule = f"takes a plain floating point tensor of at least one dim, got {what}."
         raise ArgumentError(message(rule, mend=mend))
     if format.stochastic and key is None:
-        rule = f"rounds to {format} by key, and has none."
-        raise ConfigError(message(rule, mend="Give a key, such as key=fs.random.key(0)."))
+        rule = f"needs a key to round to {format}."
+        raise ConfigError(message(rule, mend="Pass a key, such as key=fs.random.key(0)."))
     if key is not None and not format.stochastic:
-        mend = 'Leave the key out, or say format.with_rounding("stochastic").'
-        raise ConfigError(message(f"rounds to {format} without a key, and got one.", mend=mend))
+        mend = 'Leave the key out, or pass format.with_rounding("stochastic").'
+        raise ConfigError(message(f"rounds to {format} without a key, but got one.", mend=mend))
 
 
 def _block(format: Blocks, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -374,14 +366,14 @@ def _has_tangent(x: Tensor) -> bool:
 
 # ----------------------------------------------------------------------------------------------------------- functions
 def _batched(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """An argument of a function under a vmap, with the dim that is mapped over as its first one."""
+    """Move the vmapped dim of an argument to the front, or expand one that isn't mapped."""
     if x is None:
         return None
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 class _Noise(Function):
-    """The numbers of `uniform_at` for a whole tensor."""
+    """Draw `uniform_at` for a full tensor; under vmap over keys, one draw per key."""
 
     @staticmethod
     def forward(key: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -398,7 +390,7 @@ class _Noise(Function):
 
 
 class _Encode(Function):
-    """Codes and scales of [..., rows, columns], and the outer scales where there are any: nothing of it is smooth."""
+    """Quantize [..., rows, columns] to values, scales and, if the format has them, outer scales; no gradient."""
 
     @staticmethod
     def forward(x: Tensor, noise: Tensor | None, format: Blocks, block: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -433,7 +425,7 @@ class _Encode(Function):
 
 
 class _Carrier(Function):
-    """A tensor that has the gradient of x. In forward mode it needs memory: its tangent has the strides that it has."""
+    """Make a tensor whose gradient is that of x. Forward mode needs real memory: a tangent has its primal's strides."""
 
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype, has_tangent: bool) -> Tensor:
@@ -459,7 +451,7 @@ class _Carrier(Function):
 
 
 class _Decode(Function):
-    """The numbers of codes and scales; their gradient is the carrier's."""
+    """Dequantize; the gradient goes to the carrier."""
 
     @staticmethod
     def forward(carrier: Tensor | None, values: Tensor, scales: Tensor, outer: Tensor | None, held: _Held) -> Tensor:
@@ -468,7 +460,7 @@ class _Decode(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.set_materialize_grads(False)
-        # Products of `ops` look for this attribute: the gradient goes where that of the carrier goes.
+        # Matmuls of `ops` look up this attribute to write the weight gradient where the carrier's goes.
         if (put_term := getattr(getattr(inputs[0], "grad_fn", None), "put_term", None)) is not None:
             ctx.put_term = put_term
 
@@ -489,6 +481,6 @@ class _Decode(Function):
 
 
 def _numbers(held: _Held, values: Tensor, scales: Tensor, outer: Tensor | None = None) -> Tensor:
-    """The numbers of codes, two in a byte where they have 4 bits."""
-    codes = codec.unpack(values, held.columns) if held.format.element.bits == 4 else values
-    return codec.decode(codes, Scales(scales, outer), held.format, held.dtype, block=held.block, start=held.start)
+    """Dequantize values, packed if they have 4 bits."""
+    single = codec.unpack(values, held.columns) if held.format.element.bits == 4 else values
+    return codec.decode(single, Scales(scales, outer), held.format, held.dtype, block=held.block, start=held.start)

@@ -1,1 +1,1 @@
-"""Values that say where a leaf lives: boxes, partition specs, named shardings, strategies, layouts."""
+"""Placement of leaves as values: boxes, partition specs, named shardings, strategies, layouts."""

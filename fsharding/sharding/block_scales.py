@@ -1,4 +1,4 @@
-"""Where the scales of a leaf's blocks are at rest: beside its codes, as a leaf of their own.
+"""Shardings of block scales, which a state stores as a separate leaf next to the quantized values.
 
 Guarantee: the boxes of the scales tile the grid of blocks, and a rank's boxes cover all blocks that it touches.
 """
@@ -24,38 +24,39 @@ from fsharding.sharding.partition_spec import P
 
 __all__ = ["CODES", "SMALLEST", "BlockScales", "CodedMoment", "has_codes", "is_coded", "plan_scales", "scales_name"]
 
-SMALLEST = 4096  # elements of a leaf from which on its moments are kept as codes
+SMALLEST = 4096  # the fewest elements of a leaf whose moments are quantized
 
-CODES = "codes"  # the last part of the path of codes
+CODES = "codes"  # the last part of the path of quantized values in checkpoints
 
 
 class BlockScales(NamedTuple):
-    """Scales of a leaf."""
+    """Placement of a leaf's scales."""
 
-    sharding: NamedSharding  # of them, on the mesh of the leaf
+    sharding: NamedSharding  # on the mesh of the leaf
     shape: tuple[int, ...]
-    shared: tuple[str, ...]  # axes over which ranks have parts of one block, in the order of `AXES`
+    shared: tuple[str, ...]  # axes whose ranks share blocks, in the order of `AXES`
 
 
 def has_codes(shape: Sequence[int]) -> bool:
-    """Whether moments of a leaf are kept as codes where there is a format: the others are too small to count."""
+    """Return whether moments of a leaf are quantized if there is a format; smaller ones would save little."""
     return len(shape) > 1 and math.prod(shape) >= SMALLEST
 
 
 def scales_name(format: Blocks) -> str:
-    """The last part of the path of scales, which says of which blocks they are, such as `scales_1x32`."""
+    """Return the last part of the path of scales, which contains their block, such as `scales_1x32`."""
     return f"scales_{format.block_text}"
 
 
 @dataclass(frozen=True, eq=False)
 class CodedMoment:
-    """A moment of one leaf in low precision: a node of a state's tree, with two leaves.
+    """A low-precision moment of one leaf: a node with two leaves in the tree of an optimizer state.
 
     Attributes:
-        values: uint8, in the shape and the sharding of the parameter.
-        scales: of its blocks: cut as the parameter along dims whose cuts are on borders of blocks, else whole.
-        format: of both.
-        root: what is kept is the root of the moment.
+        values: Quantized values, uint8, in the shape and sharding of the parameter.
+        scales: Scales of the blocks: sharded like the parameter along dims whose shards end at block boundaries,
+            otherwise unsharded.
+        format: Format of values and scales.
+        root: Whether the square root of the moment is stored.
 
     Example:
         >>> opt = fs.adamw(1e-3, moments=fs.formats.MXFP8)
@@ -70,7 +71,7 @@ class CodedMoment:
     root: bool = False
 
     def __getattr__(self, name: str) -> Any:
-        # The names of both in paths: that of the scales tells their blocks, and checkpoints call values codes.
+        # By their names in paths and checkpoints.
         if not name.startswith("_") and name in (paths := {CODES: "values", scales_name(self.format): "scales"}):
             return getattr(self, paths[name])
         raise AttributeError(name)
@@ -85,12 +86,12 @@ tree.register_node(
 
 
 def is_coded(x: Any) -> bool:
-    """Whether something is a moment in low precision."""
+    """Return whether a node of a state is a low-precision moment."""
     return isinstance(x, CodedMoment)
 
 
 def plan_scales(sharding: NamedSharding, shape: Sequence[int], format: Blocks) -> BlockScales:
-    """Plans where the scales of a leaf of at least two dims are."""
+    """Plan the scales of a leaf of at least two dims."""
     return _plan(sharding.mesh, sharding, tuple(shape), format)
 
 
@@ -104,6 +105,7 @@ def _plan(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], format: B
     shared = list[str]()
     for dim, factor in ((last, block[0]), (last + 1, block[1])):
         owners = next((a for a in assigned if a.dim == dim), None)
+        # Blocks of size 1 along the dim never span two shards: `held` is empty, and the scales keep its sharding.
         held = ((((0, shape[dim]),),) if owners is None else owners.ranges) if factor > 1 else ()
         of_grid = [_of_blocks(runs, factor) for runs in held]
         pieces = tuple(abstract(mesh).axis_size(axis) for axis in spec[dim])
@@ -127,8 +129,8 @@ def _plan(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], format: B
 
 
 def _of_blocks(runs: Runs, factor: int) -> Runs | None:
-    """The blocks of index ranges, in their order; None where one of them begins or ends inside a block."""
-    # The last one may: it ends with the dim, or else the scales do not tile the grid, and the cuts are not the same.
+    """Return the blocks of index ranges; None if a range begins or ends inside of a block."""
+    # The last range may end inside: either at the end of the dim, or `same_cuts` finds the shards different.
     if any(start % factor for start, _ in runs) or any(stop % factor for _, stop in runs[:-1]):
         return None
     return tuple((start // factor, -(-stop // factor)) for start, stop in runs)

@@ -1,6 +1,6 @@
-"""Index boxes and grids: which part of a global tensor a rank holds, in pure Python.
+"""Index boxes and grids: which part of a global tensor a rank stores, in pure Python.
 
-Guarantee: the boxes of all pieces tile the tensor, and nested cuts give nested boxes.
+Guarantee: the boxes of all shards tile the tensor, and nested sharding gives nested boxes.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ __all__ = [
     "runs", "same_cuts", "shape_of", "split_outer", "split_overlap", "volume",
 ]  # fmt: skip
 
-Box: TypeAlias = tuple[tuple[int, int], ...]  # half-open index ranges, one for each dim; `()` is the box of a scalar
+Box: TypeAlias = tuple[tuple[int, int], ...]  # a half-open index range per dim; `()` is the box of a scalar
 
+# Half-open ranges of one dim, in the order of a local tensor; only a single range may be empty.
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open ranges of one dim, in the order in which a local tensor has them; none may be empty but the only one."""
 
-Grid: TypeAlias = tuple[Runs, ...]  # `Runs` for each dim: a rank holds their product. `()` is the grid of a scalar.
+Grid: TypeAlias = tuple[Runs, ...]  # runs per dim; a rank stores their product. `()` is the grid of a scalar
 
+# For each dim, (start in one local tensor, start in the other, length) of the ranges that both store.
 Overlap: TypeAlias = tuple[tuple[tuple[int, int, int], ...], ...]
-"""For each dim, (place in one local tensor, place in another, length) of what both hold."""
 
 
 def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:
-    """The `index`-th of `pieces` ceil-chunks of `range(size)`."""
+    """Return the `index`-th of `pieces` ceil-chunks of `range(size)`."""
     step = -(-size // pieces)
     start = min(index * step, size)
     return start, min(start + step, size)
 
 
 def nested_chunk(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Cuts `range(size)` by several (pieces, index) in turn, major first: each cuts what the one before left."""
+    """Return a nested ceil-chunk: each (pieces, index), major first, splits the chunk of the one before."""
     start = 0
     stop = size
     for pieces, index in cuts:
@@ -47,7 +47,7 @@ def nested_chunk(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def common_step(size: int, pieces: Sequence[int]) -> int:
-    """Return the largest divisor of all places inside of `range(size)` where nested ceil-chunks cut it; 0 for none."""
+    """Return the greatest common divisor of all boundaries of nested ceil-chunks inside of `range(size)`; 0 if none."""
     if not pieces or size == 0:
         return 0
     step = -(-size // pieces[0])
@@ -56,12 +56,12 @@ def common_step(size: int, pieces: Sequence[int]) -> int:
 
 
 def ends_on(size: int, pieces: Sequence[int], multiple: int) -> bool:
-    """Whether nested ceil-chunks of `range(size)`, `pieces` of them in turn, all end on a multiple, or at its end."""
+    """Return whether nested ceil-chunks of `range(size)` all end at a multiple, or at the end of the range."""
     return common_step(size, pieces) % multiple == 0
 
 
 def same_cuts(size: int, parts: int, pieces: Sequence[int], factor: int) -> bool:
-    """Whether nested ceil-chunks cut `range(parts)` where they cut `range(size)`, with `factor` indices in a part."""
+    """Return whether nested ceil-chunks of `range(parts)` and `range(size)` agree, with `factor` indices per part."""
     if -(-size // factor) != parts:
         return False
     if not pieces or size == 0:
@@ -76,12 +76,12 @@ def same_cuts(size: int, parts: int, pieces: Sequence[int], factor: int) -> bool
 
 
 def full(shape: Sequence[int]) -> Box:
-    """The box of the whole tensor."""
+    """Return the box of the full tensor."""
     return tuple((0, size) for size in shape)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose elements follow each other, the last dim fastest, as torch has them."""
+    """Return the strides of a contiguous tensor, as torch computes them."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -91,33 +91,33 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """The sizes of a box."""
+    """Return the sizes of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """How many elements a box has."""
+    """Count the elements of a box."""
     return math.prod(shape_of(box))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes; None when it is empty."""
+    """Return the intersection of two boxes; None if it is empty."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def relative(box: Box, origin: Box) -> tuple[slice, ...]:
-    """The slices that cut `box` out of a tensor that holds `origin`."""
+    """Return the slices that select `box` from a tensor that stores `origin`."""
     return tuple(slice(b[0] - o[0], b[1] - o[0]) for b, o in zip(box, origin, strict=True))
 
 
 def runs(indices: Sequence[int]) -> Runs:
-    """Joins indices that follow each other: `(0, 1, 4)` gives `((0, 2), (4, 5))`."""
+    """Join consecutive indices: `(0, 1, 4)` gives `((0, 2), (4, 5))`."""
     return _joined((index, index + 1) for index in indices)
 
 
 def parts(size: int, sizes: Sequence[int], pieces: int, index: int) -> Runs:
-    """The ranges of the `index`-th of `pieces` in a dim that is made of parts, each cut by itself: q, k and v, say."""
+    """Return the ranges of the `index`-th of `pieces` in a fused dim, whose parts are chunked separately."""
     assert sum(sizes) == size, (size, sizes)
     runs: list[tuple[int, int]] = []
     start = 0
@@ -139,28 +139,28 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Runs:
 
 
 def length(runs: Runs) -> int:
-    """How many indices some runs have."""
+    """Count the indices of runs."""
     return sum(stop - start for start, stop in runs)
 
 
 def cut_runs(runs: Runs, start: int, stop: int) -> Runs:
-    """The part `[start, stop)` of runs laid end to end."""
+    """Return the part `[start, stop)` of concatenated runs."""
     shared = tuple((low, low, high - low) for low, high in runs)
     return tuple((low, low + n) for low, _, n in _cut_overlap(shared, start, stop))
 
 
 def grid_of(shape: Sequence[int]) -> Grid:
-    """The grid of the whole tensor."""
+    """Return the grid of the full tensor."""
     return tuple(((0, size),) for size in shape)
 
 
 def grid_shape(grid: Grid) -> tuple[int, ...]:
-    """The shape of the local tensor of a grid."""
+    """Return the shape of the local tensor of a grid."""
     return tuple(length(runs) for runs in grid)
 
 
 def grid_boxes(grid: Grid) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
-    """The boxes of a grid, each with the slices of the local tensor that hold it; a scalar has one."""
+    """Return the boxes of a grid, each with its slices of the local tensor; a scalar has one."""
     places: list[list[tuple[tuple[int, int], slice]]] = []
     for runs in grid:
         stops = [length(runs[: i + 1]) for i in range(len(runs))]
@@ -169,7 +169,7 @@ def grid_boxes(grid: Grid) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
 
 
 def meet(a: Runs, b: Runs) -> tuple[tuple[int, int, int], ...]:
-    """The intersection of two runs: (place in `a` laid end to end, place in `b`, length), in the order of `b`."""
+    """Intersect two runs: (start in concatenated `a`, start in concatenated `b`, length), in the order of `b`."""
     result: list[tuple[int, int, int]] = []
     at_b = 0
     for low_b, high_b in b:
@@ -185,30 +185,30 @@ def meet(a: Runs, b: Runs) -> tuple[tuple[int, int, int], ...]:
 
 
 def overlap(a: Grid, b: Grid) -> Overlap | None:
-    """The intersection of two grids, dim by dim; None when it is empty."""
+    """Intersect two grids, dim by dim; None if nothing is shared."""
     shared = tuple(meet(x, y) for x, y in zip(a, b, strict=True))
     return shared if all(shared) else None
 
 
 def covers(a: Grid, b: Grid) -> bool:
-    """Whether a grid holds all that another one, which is not empty, holds."""
+    """Return whether a grid includes all of a second one that isn't empty."""
     shared = overlap(a, b)
     return shared is not None and overlap_shape(shared) == grid_shape(b)
 
 
 def overlap_shape(shared: Overlap) -> tuple[int, ...]:
-    """The shape of what two grids share."""
+    """Return the shape of an overlap."""
     return tuple(sum(n for _, _, n in dim) for dim in shared)
 
 
 def overlap_volume(shared: Overlap) -> int:
-    """How many elements two grids share."""
+    """Count the elements of an overlap."""
     return math.prod(overlap_shape(shared))
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def overlap_slices(shared: Overlap) -> tuple[tuple[tuple[slice, ...], tuple[slice, ...], tuple[slice, ...]], ...]:
-    """The boxes of an overlap as slices: of the one local tensor, of the other, and of a dense tensor of both."""
+    """Return the boxes of an overlap as slices of the first local tensor, the second, and a dense tensor of both."""
     dims: list[list[tuple[slice, slice, slice]]] = []
     for shared_dim in shared:
         start = 0
@@ -223,7 +223,7 @@ def overlap_slices(shared: Overlap) -> tuple[tuple[tuple[slice, ...], tuple[slic
 
 
 def split_overlap(shared: Overlap, most: int) -> tuple[Overlap, ...]:
-    """Cuts an overlap, along its first dims, into parts of at most `most` elements."""
+    """Split an overlap along its first dims into parts of at most `most` elements."""
     size = overlap_volume(shared)
     if size <= most:
         return (shared,)
@@ -236,7 +236,7 @@ def split_overlap(shared: Overlap, most: int) -> tuple[Overlap, ...]:
 
 
 def outer_dims(shared: Overlap, size: tuple[int, ...]) -> int:
-    """How many first dims have to be cut in single indices until an overlap is in one stretch of a tensor of a size."""
+    """Count the first dims to split into single indices until an overlap is contiguous in a tensor of a size."""
     inner = len(shared)
     while inner and sum(n for _, _, n in shared[inner - 1]) == size[inner - 1]:
         inner -= 1
@@ -244,13 +244,13 @@ def outer_dims(shared: Overlap, size: tuple[int, ...]) -> int:
 
 
 def split_outer(shared: Overlap, dims: int) -> list[Overlap]:
-    """Cuts the first dims of an overlap in single indices."""
+    """Split the first dims of an overlap into single indices."""
     singles = [[((a + i, b + i, 1),) for a, b, n in dim for i in range(n)] for dim in shared[:dims]]
     return [(*first, *shared[dims:]) for first in product(*singles)]
 
 
 def _cut_overlap(ranges: tuple[tuple[int, int, int], ...], start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
-    """The part `[start, stop)` of shared ranges laid end to end."""
+    """Return the part `[start, stop)` of concatenated shared ranges."""
     result: list[tuple[int, int, int]] = []
     place = 0
     for a, b, n in ranges:
@@ -262,22 +262,22 @@ def _cut_overlap(ranges: tuple[tuple[int, int, int], ...], start: int, stop: int
 
 
 def is_tiling(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
-    """Whether the boxes cover every element of a tensor exactly once; empty boxes do not count."""
+    """Return whether boxes cover each element of a tensor exactly once; empty boxes are ignored."""
     kept = [box for box in boxes if volume(box)]
     if sum(volume(box) for box in kept) != math.prod(shape):
         return False
     return all(intersect(box, full(shape)) == box for box in kept) and are_disjoint(kept)
 
 
+# Limits of the work in `are_disjoint`: boxes come from files, which may be crafted.
 _TURNS = 100
 _PAIRS = 1000
 
 
 def are_disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether no element is in two of some boxes that are not empty."""
-    # Boxes that cuts through all of a tensor make, one cut after the other, are told apart by these cuts; of others
-    # each is compared with each. More than a thousand such others count as not disjoint, so that nothing takes for
-    # ever.
+    """Return whether boxes, none of them empty, are pairwise disjoint."""
+    # Recursive splits, as of shardings, are separated split by split in n log n; the rest is compared pairwise. More
+    # than a thousand boxes that no split separates count as overlapping, so that the check ends.
     groups = [[*boxes]]
     left = _TURNS * (len(boxes) + 1)
     while groups:
@@ -294,7 +294,7 @@ def are_disjoint(boxes: Sequence[Box]) -> bool:
 
 
 def _cut_apart(group: list[Box]) -> list[list[Box]]:
-    """The boxes between cuts through all of them, along the first dim that has some."""
+    """Split a group at the hyperplanes that no box crosses, along the first dim that has one."""
     for dim in range(len(group[0]) if group else 0):
         parts: list[list[Box]] = []
         end = 0

@@ -1,4 +1,7 @@
-"""What is in a state: one table of parameters, main parameters and moments, which all that walks a state reads."""
+"""The table of a state's leaves: parameters, main parameters and moments, with their shardings.
+
+State tree -> `Outline` -> `places`: subtrees with the structure of the parameters, whose leaves are moments.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,17 @@ __all__ = [
 
 
 def state_leaves(state: Tree) -> dict[str, Any]:
-    """Return the leaves of an optimizer's state by path; a moment in low precision is one leaf."""
+    """Return the leaves of an optimizer state by path; a low-precision moment is one leaf."""
     return tree.named_leaves(state, is_leaf=is_coded)
 
 
 def with_leaves(state: Tree, leaves: Mapping[str, Any]) -> Tree:
-    """Replace those leaves of an optimizer's state that `leaves` has, by path."""
+    """Replace leaves of an optimizer state by path."""
     return tree.map_with_path(lambda path, x: leaves.get(path, x), state, is_leaf=is_coded)
 
 
 def state_structure(state: Tree) -> optree.PyTreeSpec:
-    """Return the structure of an optimizer's state, whatever its moments are kept in."""
+    """Return the structure of an optimizer state, which doesn't depend on the format of its moments."""
     return tree.flatten(state, is_leaf=is_coded)[1]
 
 
@@ -48,10 +51,9 @@ class Entry:
 
     path: str  # in the state, such as `opt_state.mu.blocks.wq`
     shape: tuple[int, ...]
-    dtype: torch.dtype  # as it is kept
-    # where it is, with its kind of memory; None for a tensor that every rank has, such as a count
-    sharding: NamedSharding | None
-    of: LeafLayout | None  # the parameter that it belongs to; None for other leaves
+    dtype: torch.dtype
+    sharding: NamedSharding | None  # with its memory kind; None for a replicated tensor, such as a count
+    of: LeafLayout | None  # the parameter it belongs to, if any
 
     @property
     def planned(self) -> tuple[NamedSharding, tuple[int, ...], torch.dtype] | None:
@@ -60,30 +62,29 @@ class Entry:
 
     @property
     def field(self) -> str:
-        """The field of the state that has it."""
+        """The field of the state."""
         return self.path.partition(".")[0]
 
     def local_bytes(self, coord: dict[str, int] | None = None) -> int:
-        """Bytes of one rank: by default this process."""
+        """Count the bytes of one rank; default: this process."""
         shape = self.shape if self.sharding is None else self.sharding.local_shape(self.shape, coord)
         return math.prod(shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Moment(Entry):
-    """A leaf of a state that belongs to a parameter, and is on its mesh."""
+    """A leaf of a state that belongs to a parameter, on its mesh."""
 
     sharding: NamedSharding
     of: LeafLayout
 
 
 class Place(NamedTuple):
-    """The parameter at whose place a leaf of an optimizer state is, and which part of its moment the leaf is."""
+    """The parameter that a leaf of an optimizer state corresponds to, and which part of its moment the leaf is."""
 
-    param: str  # the parameter's path
-    blocks: Blocks | None = None  # of a moment in low precision, whose scales the leaf has
-    # the dim of the parameter, from the end, over which the leaf is a mean; it stays, with size 1
-    mean_over: int | None = None
+    param: str  # path of the parameter
+    blocks: Blocks | None = None  # the format whose scales the leaf is
+    mean_over: int | None = None  # the dim, from the end, over which the leaf is a mean; kept with size 1
 
 
 def moments(leaves: Sequence[LeafLayout], structure: optree.PyTreeSpec, opt_state: Tree) -> dict[str, Moment]:
@@ -96,7 +97,7 @@ def moments(leaves: Sequence[LeafLayout], structure: optree.PyTreeSpec, opt_stat
         if place is None or not isinstance(x, Tensor):
             continue
         at_rest = isinstance(x, DTensor) or x.is_meta
-        # A plain number, such as a count of updates, is no moment even of a parameter without dims.
+        # A plain 0-d tensor, such as a count of updates, isn't a moment, even of a 0-d parameter.
         if not at_rest and not x.ndim:
             continue
         named = joined("opt_state", path)
@@ -109,16 +110,16 @@ def moments(leaves: Sequence[LeafLayout], structure: optree.PyTreeSpec, opt_stat
 def entry_at(
     path: str, place: Place, leaf: LeafLayout, shape: Sequence[int], dtype: torch.dtype, *, local: bool = False
 ) -> Moment | None:
-    """Describe a tensor at a parameter's place; None if its shape is no moment's."""
+    """Describe a tensor at a parameter's place; None if its shape isn't a moment's."""
     for full, sharding in _forms(place, leaf):
         others = [sharding.local_shape(full)] if local else [sharding.shape_at_rest(full)]
         if tuple(shape) in (full, *others):
-            return Moment(path, full, dtype, replace(sharding, memory=leaf.moment_memory), leaf)
+            return Moment(path, full, dtype, replace(sharding, memory=leaf.moments.memory), leaf)
     return None
 
 
 def _forms(place: Place, leaf: LeafLayout) -> Iterator[tuple[tuple[int, ...], NamedSharding]]:
-    """Shapes and shardings that a moment may have at a place."""
+    """Yield the shapes and shardings that a moment may have at a place."""
     shape = leaf.shape
     if place.blocks is not None:
         if len(shape) > 1:
@@ -133,24 +134,23 @@ def _forms(place: Place, leaf: LeafLayout) -> Iterator[tuple[tuple[int, ...], Na
 
 # ------------------------------------------------------------------------------------------------------------- places
 LEAF, NONE, CODED = "<leaf>", "<none>", "<coded>"
-UNKNOWN = "<unknown>"  # the kind of a node of which only the paths of its leaves are known
+UNKNOWN = "<unknown>"  # the kind of a node known only by the paths of its leaves, as in a manifest
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The structure of a tree, also of one that is only described, such as in a manifest."""
+    """The structure of a tree, or of a description of one, such as a manifest."""
 
     kind: str  # `LEAF`, `NONE`, `CODED`, the name of the node's class, or `UNKNOWN`
     path: str
     children: Mapping[str, Outline]  # by key
-    blocks: Blocks | None = None  # of a moment in low precision
-    # fields of an optimizer state whose leaves are means over a dim of the parameters, as its class declares in
-    # `MEANS_OVER`
+    blocks: Blocks | None = None  # the format of a low-precision moment
+    # Fields whose leaves are means over a dim of the parameters, as the class of the state declares in `MEANS_OVER`.
     means: Mapping[str, int] = field(default_factory=dict)
 
 
 def places(opt_state: Tree, params: Tree) -> dict[str, Place]:
-    """Map paths of leaves of an optimizer state to the parameters at whose places they are."""
+    """Map paths of leaves of an optimizer state to the parameters they correspond to."""
     return _places(*(tree.flatten(x)[1] for x in (opt_state, params)))
 
 
@@ -161,8 +161,8 @@ def _places(opt_state: optree.PyTreeSpec, params: optree.PyTreeSpec) -> dict[str
 
 
 def places_in(node: Outline, params: Outline, mean_over: int | None = None) -> Iterator[tuple[str, Place]]:
-    """Find the subtrees with the structure of the parameters, the largest first, and pair their leaves."""
-    # What is inside of such a tree is a parameter's: a parameter may be called as a field, such as `mu`.
+    """Find the subtrees with the structure of the parameters, outermost first, and pair their leaves."""
+    # Don't descend into a match: a parameter may have the name of a field, such as `mu`.
     if _alike(node, params):
         yield from _paired(node, params, mean_over)
         return
@@ -171,7 +171,7 @@ def places_in(node: Outline, params: Outline, mean_over: int | None = None) -> I
 
 
 def _alike(node: Outline, params: Outline) -> bool:
-    """Whether a node has the structure of the parameters; it may lack some."""
+    """Return whether a node has the structure of the parameters, or of a part of them."""
     if node.kind == NONE:
         return True
     if params.kind == LEAF:

@@ -1,6 +1,6 @@
-"""Layouts: the shardings of params, grads and opt_state that a mesh, rules and a strategy give to a model.
+"""Layouts: the shardings of params, grads and opt_state that follow from a model, a mesh, rules and a strategy.
 
-Guarantee: the bytes that `memory()` says are the bytes that a state has.
+Guarantee: `memory()` reports exactly the bytes that a state has.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ __all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "on_mesh", "
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank.
+    """Bytes that one rank needs for a state and its gradients.
 
     Attributes:
-        params: parameters.
-        main: main parameters kept beside them; 0 when the parameters are their own main copy.
-        grads: gradients as they are accumulated.
-        opt_state: optimizer moments.
-        buffers: tensors that the forward of a functionalized module writes, which every rank has in full.
-        away: bytes of all these that are in other tiers, by the name of each, which is an attribute too: `memory.host`.
-            A file has twice as much, since a step writes a new state beside the old one.
+        params: Parameters.
+        main: Separate main parameters; 0 if the parameters are their own.
+        grads: Accumulated gradients.
+        opt_state: Optimizer moments.
+        buffers: Buffers that the forward of a functionalized module writes; replicated.
+        away: Bytes of all these outside of device memory, by memory kind; also attributes, such as `memory.host`. Disk
+            files are twice as large, since a step writes the new state before it frees the old one.
 
     Example:
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
@@ -84,17 +84,17 @@ class Memory(NamedTuple):
 
     @property
     def device(self) -> int:
-        """Bytes in memory of the device."""
+        """Bytes in device memory."""
         return self.total - sum(self.away.values())
 
     @property
     def state(self) -> int:
-        """Bytes between steps: all but the gradients."""
+        """Bytes between steps: all except gradients."""
         return self.params + self.main + self.opt_state + self.buffers
 
     @property
     def total(self) -> int:
-        """All of it, in all tiers."""
+        """Bytes in all memory kinds."""
         return self.state + self.grads
 
     def __str__(self) -> str:
@@ -105,19 +105,21 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """See the module. Everything about where a state lives; travels with the state.
+    """The placement of every tensor of a training state: parameters, main parameters, gradients and moments.
+
+    `fs.plan_layout` makes one; a state keeps its own as `state.layout`. Immutable and hashable.
 
     Attributes:
-        mesh: with devices, or abstract.
-        rules: which mesh axes shard a dim, by its name.
-        strategy: what is cut over the data axes.
-        precision: dtypes of leaves at rest, in compute and on the wire.
-        leaves: one `LeafLayout` for each parameter.
-        structure: of the parameter tree.
-        stages: explicit ownership along `pp`, as `stages.normal` gives it.
-        align: data axes cut on the borders of blocks.
-        config: what the model was made of, if it says so, such as a `DecoderConfig`. Not compared.
-        buffers: bytes of the buffers that the forward of the model writes. Not compared.
+        mesh: Mesh, with devices or abstract.
+        rules: Mesh axes that shard each named dim.
+        strategy: What is sharded over the data axes.
+        precision: Dtypes and formats of the state, compute and communication.
+        leaves: One `LeafLayout` per parameter, in tree order.
+        structure: Structure of the parameter tree.
+        stages: Explicit ownership along `pp`, by path.
+        align: Whether shards over data axes end at block boundaries of `precision.gather`.
+        config: Configuration of the model, such as a `DecoderConfig`, or None. Not compared.
+        buffers: Bytes of the buffers that the model's forward writes. Not compared.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -140,92 +142,81 @@ class Layout:
 
     @property
     def params(self) -> Tree:
-        """Tree of `NamedSharding`: where the parameters are."""
+        """Shardings of the parameters, as a tree."""
         return tree.unflatten(self.structure, [leaf.params for leaf in self.leaves])
 
     @property
     def grads(self) -> Tree:
-        """Tree of `NamedSharding`: where gradients are accumulated; None for frozen leaves."""
+        """Shardings of accumulated gradients, as a tree; None for frozen leaves."""
         return tree.unflatten(self.structure, [leaf.grads if leaf.trainable else None for leaf in self.leaves])
 
     @property
     def main(self) -> Tree:
-        """Tree of `NamedSharding`: where main parameters are; None for frozen leaves.
-
-        Moments and reduced gradients are sharded alike; `reduced` has the latter in their own memory.
-        """
+        """Shardings of main parameters, as a tree; None for frozen leaves. Moments have the same shards."""
         return tree.unflatten(self.structure, [leaf.main if leaf.trainable else None for leaf in self.leaves])
 
     @property
     def reduced(self) -> Tree:
-        """Tree of `NamedSharding`: where reduced gradients go, as `main` but for memory; None for frozen leaves."""
+        """Shardings of reduced gradients, as a tree: those of `main`, in the memory of gradients."""
         return tree.unflatten(self.structure, [leaf.reduced if leaf.trainable else None for leaf in self.leaves])
 
     @property
     def stacked(self) -> dict[str, bool]:
-        """Whether the first dim of a leaf counts layers, by path, of the leaves whose dims have names."""
+        """Whether dim 0 of a leaf counts layers, by path, for leaves with named dims."""
         return {leaf.path: is_stacked(leaf.names) for leaf in self.leaves if leaf.names}
 
     @property
     def is_away(self) -> bool:
-        """Whether the strategy keeps or updates anything elsewhere than on the device."""
+        """Whether the strategy stores or updates anything outside of the device."""
         return bool(self.strategy.memory)
 
     @property
     def updated_on_host(self) -> frozenset[str]:
-        """Paths of the leaves whose update is computed on the host."""
+        """Paths of the leaves that are updated on the host."""
         return frozenset(leaf.path for leaf in self.leaves if leaf.trainable and leaf.compute != HERE)
 
     @property
     def has_main(self) -> bool:
-        """Whether main parameters are kept beside the params: because these are narrower in dtype, or cut further."""
+        """Whether a state has separate main parameters, because params are of lower precision or sharded less."""
         return any(leaf.trainable and self.main_apart(leaf) for leaf in self.leaves)
 
     def main_apart(self, leaf: LeafLayout) -> bool:
-        """Whether the main copy of a leaf cannot be the parameter itself or a slice of it."""
+        """Return whether a leaf's main parameter cannot be the parameter itself or a slice of it."""
         narrower = self.param_dtype(leaf) != self.precision.main_dtype(leaf.init)
         elsewhere = leaf.params.memory != leaf.main.memory
         return narrower or elsewhere or self.rounds(leaf) is not None or not _covers(leaf.params, leaf.main)
 
     def param_dtype(self, leaf: LeafLayout) -> torch.dtype:
-        """The dtype of a parameter at rest: of the main copy where it is that, else the compute dtype."""
-        main = self.precision.main_dtype(leaf.init)
-        compute = self.precision.compute_dtype(leaf.init)
-        if not leaf.trainable:
-            return main
-        return main if self._is_main(leaf) else compute
+        """Return the dtype of a parameter in a state: main if it is its own main copy, else the compute dtype."""
+        if not leaf.trainable or self._is_main(leaf):
+            return self.precision.main_dtype(leaf.init)
+        return self.precision.compute_dtype(leaf.init)
 
     def _is_main(self, leaf: LeafLayout) -> bool:
-        """Whether a parameter at rest is its own main copy, and not what is computed with."""
+        """Return whether a parameter is its own main copy; compute then casts it when it is gathered."""
         return leaf.params == leaf.main and self.strategy.params
 
     def format_of(self, leaf: LeafLayout) -> Blocks | None:
-        """The format of low precision in which the loss function sees a leaf, if it has one."""
+        """Return the low-precision format in which the loss function sees a leaf, or None."""
         ndim = len(leaf.shape) - is_stacked(leaf.names)
         return self.precision.format_of(leaf.path, ndim) if leaf.trainable else None
 
     def rounds(self, leaf: LeafLayout) -> Blocks | None:
-        """The format that a parameter at rest has been rounded to: one that is not its own main copy."""
+        """Return the format to which a state's copy of a leaf is rounded; None for a main parameter."""
         format = self.format_of(leaf)
         return None if format is None or self._is_main(leaf) else format
 
     @public
     def in_flight(self, precision: Precision) -> Precision:
-        """The precision of a call that gathers parameters of this layout: what is rounded already is not once more.
-
-        Main parameters are rounded on their way to the loss function, copies of them at rest have been, and frozen
-        leaves never are.
-
-        Raises:
-            LayoutError: patterns of the precision that match no leaf.
-        """
+        """Return the precision of a call that gathers parameters of this layout, so that nothing is rounded twice."""
+        # Main parameters are rounded when they are gathered, separate copies in the state, frozen leaves never.
         if precision != self.precision:
             _check_patterns(precision, self._named)
         if precision.gather is None:
             return precision
         rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
         if rounded and precision.columnwise:
-            rule = f"cannot serve copies of weights, which {self.strategy} keeps: they have one orientation."
+            rule = f"cannot use the copies of weights that {self.strategy} keeps: they are rounded in one orientation."
             mend = "Use fs.zero(3) or fs.hybrid(), which round main parameters; or leave columnwise out."
             raise ConfigError(report(f"Precision.columnwise {rule}", mend=mend))
         if rounded and not precision.computes_quantized:
@@ -234,10 +225,14 @@ class Layout:
         return replace(precision, keep=(*precision.keep, *frozen), rounded=rounded) if frozen or rounded else precision
 
     def entries(self, opt: Any = None) -> tuple[Entry, ...]:
-        """List the leaves of a state of this layout with shapes, dtypes and shardings; no memory is taken.
+        """List the leaves of a state with shapes, dtypes and shardings, without allocating memory.
 
         Args:
-            opt: a `GradientTransformation`, whose `init` runs on the meta device; without it, parameters alone.
+            opt: Optimizer, a `GradientTransformation`, whose `init` runs on the meta device; default: list parameters
+                only.
+
+        Returns:
+            One `Entry` per leaf: `params.*`, `main.*` if the state has them, `opt_state.*`.
 
         Example:
             >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.AbstractMesh(("dp",), (2,)), strategy=fs.zero(3))
@@ -260,30 +255,25 @@ class Layout:
         for path, x in tree.named_leaves(state).items():
             if isinstance(x, Tensor):
                 other = Entry(joined("opt_state", path), tuple(x.shape), x.dtype, None, None)
-                # Tensors that an `init` makes on a device are the same on every rank.
+                # A tensor that `init` creates on a real device, such as a count, is replicated.
                 result.append(known.get(path, other) if x.is_meta else other)
         return tuple(result)
 
     def moments(self, opt_state: Tree) -> dict[str, Moment]:
-        """Describe the moments of an optimizer state by their path in it.
-
-        Args:
-            opt_state: at rest, or on the meta device, where tensors have full shapes. Leaves that belong to no
-                parameter, or have another shape than its moment, are left out.
-        """
+        """Return the moments in a state of DTensors or full meta tensors by path, without leaves such as counts."""
         return moments(self.leaves, self.structure, opt_state)
 
     @public
     def memory(self, opt: Any = None, coord: dict[str, int] | None = None) -> Memory:
-        """Exact bytes of one rank.
-
-        Buffers are counted if the layout was planned for a model that knows them, as `functionalize` returns it. Those
-        that only `init_state(buffers=)` is given are not: `fs.debug.state_bytes(state.buffers)` is their size.
+        """Compute the exact bytes of one rank, except for buffers that only `init_state(buffers=)` is given.
 
         Args:
-            opt: a `GradientTransformation`, whose state is counted, with its own dtype of moments if it has one; by
-                default the two moments of Adam.
-            coord: the rank's coordinate; by default this process's, and the first on an abstract mesh, which has most.
+            opt: Optimizer whose state is counted; default: the two moments of Adam.
+            coord: Coordinate of the rank by axis; default: this process's. On an abstract mesh that is coordinate 0,
+                whose shards are the largest.
+
+        Returns:
+            A `Memory`, in bytes.
         """
         kept = self.bytes_by_kind(opt, coord)
         parts = {role: counts.total() for role, counts in kept.items()}
@@ -294,13 +284,7 @@ class Layout:
     def bytes_by_kind(
         self, opt: Any = None, coord: dict[str, int] | None = None, *, compute: str | None = None
     ) -> dict[str, Counter[str]]:
-        """Bytes of one rank by field of `Memory` and kind of memory.
-
-        Args:
-            opt: as in `memory`.
-            coord: the same.
-            compute: only of leaves that are updated there.
-        """
+        """Count bytes by field of `Memory` and memory kind; `compute` selects the leaves that are updated there."""
         kept: dict[str, Counter[str]] = {name: Counter() for name in ("params", "grads", "main", "opt_state")}
         for entry in self.entries(opt):
             if compute is None or (entry.of is not None and entry.of.compute == compute):
@@ -311,11 +295,11 @@ class Layout:
             dtype = self.precision.grad_dtype(self.precision.main_dtype(leaf.init))
             kept["grads"][leaf.grads.memory] += math.prod(leaf.grads.local_shape(leaf.shape, coord)) * dtype.itemsize
             if opt is None:
-                kept["opt_state"][leaf.moment_memory] += 2 * self._moment_bytes(leaf, coord)
+                kept["opt_state"][leaf.moments.memory] += 2 * self._moment_bytes(leaf, coord)
         return kept
 
     def _moment_bytes(self, leaf: LeafLayout, coord: dict[str, int] | None) -> int:
-        """Bytes of one rank's part of a moment in the precision of the layout."""
+        """Count the bytes of one rank's shard of a moment in the precision of the layout."""
         elements = math.prod(leaf.main.local_shape(leaf.shape, coord))
         format = self.precision.moment_format
         if format is None or not has_codes(leaf.shape):
@@ -324,30 +308,18 @@ class Layout:
         return elements + math.prod(scales.sharding.local_shape(scales.shape, coord)) * format.scale_dtype.itemsize
 
     def meta_main(self) -> Tree:
-        """Whole main parameters as plain tensors on the meta device; None for frozen leaves."""
-        leaves = [
-            torch.empty(leaf.shape, dtype=self.precision.main_dtype(leaf.init), device="meta")
-            if leaf.trainable
-            else None
-            for leaf in self.leaves
-        ]
+        """Make unsharded main parameters on the meta device; None for frozen leaves."""
+        kinds = [(x.shape, self.precision.main_dtype(x.init)) if x.trainable else None for x in self.leaves]
+        leaves = [None if kind is None else torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds]
         return tree.unflatten(self.structure, leaves)
 
     def with_strategy(self, strategy: Strategy | StrategyName) -> Layout:
-        """The layout of the same model on the same mesh under another strategy, or one of that name.
-
-        Raises:
-            ConfigError: an unknown name.
-        """
+        """Plan the same model on the same mesh under a different strategy, or one of that name, such as "zero3"."""
         return self._replan(strategy=_strategy(strategy))
 
     @public
     def with_precision(self, precision: Precision) -> Layout:
-        """The same layout with other dtypes at rest, and other formats of weights.
-
-        Raises:
-            LayoutError: patterns of the precision that match no leaf.
-        """
+        """Return this layout with a different precision; shardings change only under `align`."""
         _check_patterns(precision, self._named)
         return self._replan(precision=precision) if self.align else replace(self, precision=precision)
 
@@ -355,15 +327,12 @@ class Layout:
     def with_mesh(
         self, mesh: Mesh, stages: Mapping[str, Any] | None = None, *, tp: Literal["shard", "replicate"] = "shard"
     ) -> Layout:
-        """The layout of the same model on another mesh.
+        """Plan the same model on a different mesh.
 
         Args:
-            mesh: with devices, or abstract.
-            stages: as in `plan_layout`; by default this layout's.
-            tp: as in `plan_layout`.
-
-        Raises:
-            ConfigError: the mesh has other axes than this layout's, and its `tp` axis shards no leaf.
+            mesh: New mesh, with devices or abstract.
+            stages: Ownership along `pp`, as in `plan_layout`; default: this layout's.
+            tp: Whether a `tp` axis may be idle, as in `plan_layout`.
         """
         new = self._replan(mesh=mesh, stages=self.stages if stages is None else normal(stages))
         if abstract(mesh) != abstract(self.mesh):
@@ -371,11 +340,7 @@ class Layout:
         return new
 
     def with_frozen(self, paths: Collection[str]) -> Layout:
-        """The same layout with exactly these leaves frozen, and those that have no gradient.
-
-        Args:
-            paths: of whole leaves.
-        """
+        """Return this layout with exactly the leaves at `paths` frozen, and those that aren't floating point."""
         leaves = [replace(x, trainable=x.init.is_floating_point and x.path not in paths) for x in self.leaves]
         return self if tuple(leaves) == self.leaves else replace(self, leaves=tuple(leaves))._replan()
 
@@ -384,40 +349,32 @@ class Layout:
 
     @property
     def _named(self) -> list[NamedLeaf]:
-        """What the leaves are, without where they live."""
+        """Path, shape, dtype and dim names of each leaf, from which it is planned."""
         return [(leaf.path, leaf.shape, leaf.init, leaf.names) for leaf in self.leaves]
 
     def blocks_of(self, leaf: NamedLeaf) -> Blocks | None:
-        """The blocks on whose borders a leaf is cut; None where that does not matter."""
+        """Return the format whose blocks the shards of a leaf must not split, or None."""
         path, shape, dtype, names = leaf
         wanted = self.align and dtype.is_floating_point
         return self.precision.format_of(path, len(shape) - is_stacked(names)) if wanted else None
 
     def check_blocks(self) -> None:
-        """Refuses cuts that go through blocks, where they must not; all of them are listed.
-
-        Raises:
-            LayoutError: there are such cuts.
-        """
+        """Under `align`, raise a `LayoutError` that lists the dims whose shards split a block."""
         if not self.align:
             return
-        rows = [
-            row
-            for leaf in self.leaves
-            if (blocks := self.format_of(leaf)) is not None
-            for row in objections_to_cuts(leaf, blocks)
-        ]
+        formats = ((leaf, self.format_of(leaf)) for leaf in self.leaves)
+        rows = [row for leaf, blocks in formats if blocks is not None for row in objections_to_cuts(leaf, blocks)]
         if rows:
             mend = (
-                "Make the sizes multiples of pieces and blocks, keep such leaves in the dtype of compute, as in"
-                ' fs.Precision(keep=(..., "wq")), take smaller blocks, or leave align out: then ranks tell each other'
-                " the largest numbers of the blocks that they share."
+                "Make the sizes multiples of shards and blocks, keep such leaves in the dtype of compute, as in"
+                ' fs.Precision(keep=(..., "wq")), use smaller blocks, or leave align out: ranks that share a block then'
+                " all-reduce its largest magnitude."
             )
-            rule = f"cannot cut {len(rows)} dims on borders of blocks of {self.precision.gather}."
+            rule = f"cannot shard these dims at block boundaries of {self.precision.gather}."
             raise LayoutError(message(rule, rows, mend))
 
     def __repr__(self) -> str:
-        """One line; `print(layout)` has one more for each leaf."""
+        """Return one line; `print(layout)` adds one per leaf."""
         return f"Layout({len(self.leaves)} leaves, {self.strategy}, mesh {abstract(self.mesh)})"
 
     def __str__(self) -> str:
@@ -433,12 +390,10 @@ class Layout:
 
 
 def on_mesh(layout: Layout, mesh: Mesh) -> Layout:
-    """Return the same layout on another mesh of the same shape, with devices or without; nothing is planned again."""
-    leaves = (
-        replace(leaf, **{kind: replace(getattr(leaf, kind), mesh=mesh) for kind in ("params", "grads", "main")})
-        for leaf in layout.leaves
-    )
-    return replace(layout, mesh=mesh, leaves=tuple(leaves))
+    """Return a layout on a mesh of the same shape, with or without devices, without planning it again."""
+    kinds = ("params", "grads", "main")
+    moved = (replace(x, **{kind: replace(getattr(x, kind), mesh=mesh) for kind in kinds}) for x in layout.leaves)
+    return replace(layout, mesh=mesh, leaves=tuple(moved))
 
 
 @public
@@ -455,31 +410,35 @@ def plan_layout(
     align: bool = False,
     tp: Literal["shard", "replicate"] = "shard",
 ) -> Layout:
-    """Plans where every leaf lives. Pure: allocates nothing, and runs on an `AbstractMesh` of any size.
+    """Plan the shardings of a model's state. Allocates nothing and runs on an `AbstractMesh` of any size.
 
     Args:
-        model: a `Model` (its `init` and `names` are used), or a tree of anything with `shape` and `dtype`.
-        mesh: with devices, or abstract.
-        rules: which mesh axes shard a dim, by its name.
-        strategy: what is cut over the data axes, or the name of a strategy, such as "zero3".
-        precision: dtypes of leaves at rest, in compute and on the wire.
-        names: tree of tuples of dim names; by default the model's. Leaves without names are cut along their first dim.
-            A dim that is made of parts has a `Fused` name, and each part is cut by itself.
-        frozen: dotted paths, or beginnings of them, of leaves without gradients and moments, besides the model's own.
-        stages: who owns what along `pp`, by path or beginning of one: for a stack the layers of each coordinate, such
-            as `{"blocks": [[0, 2], [1, 3]]}`, else the coordinates that have the leaf, such as `{"embed": 0}`. What
-            is left out is cut by the rules.
-        align: data axes cut on the borders of the blocks of `precision.gather`: where the rules say if that is one,
-            else along another dim. Without it a block may be on several ranks, which costs a small collective a unit.
-        tp: "shard" refuses a `tp` axis of more than one rank that shards no leaf, and warns if it shards less than half
-            of the bytes; "replicate" says that such replicas are meant.
+        model: Model, whose `init` and `names` are used, or a tree of anything with `shape` and `dtype`.
+        mesh: Mesh, with devices or abstract.
+        rules: Mesh axes that shard each named dim.
+        strategy: What is sharded over the data axes: a strategy, or a name such as "zero3".
+        precision: Dtypes and formats of the state, compute and communication.
+        names: Tree of tuples of dim names; default: the model's. Leaves without names are sharded along dim 0. A
+            `Fused` name shards each part of the dim separately.
+        frozen: Dotted paths or path prefixes of leaves without gradients and moments, in addition to the model's own.
+        stages: Ownership along `pp` by path or path prefix: the layers of each coordinate for a stack, as in
+            `{"blocks": [[0, 2], [1, 3]]}`, or the coordinates that own the leaf, as in `{"embed": 0}`. Other leaves
+            follow the rules.
+        align: Whether shards over data axes must end at block boundaries of `precision.gather`, if necessary along
+            other dims than the rules name. Otherwise ranks that share a block run a small collective per unit.
+        tp: "shard" refuses a `tp` axis that shards no leaf, and warns if it shards less than half of the bytes;
+            "replicate" allows both.
+
+    Returns:
+        A `Layout`.
 
     Raises:
-        ArgumentError: an argument of another kind, such as an `nn.Module` or an init function, or two are swapped.
-        SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
-        ConfigError: a mesh that cannot shard a `Model` by the rules; a `tp` axis that shards no leaf; another strategy.
-        LayoutError: `names` or `stages` do not fit a leaf; a dtype that kernels lack; a path or a pattern that no leaf
-            has; paths that collide or are no names, such as `__metadata__`; with `align`, a shard that splits a block.
+        ArgumentError: An argument of a wrong type, such as an `nn.Module` or an init function; swapped arguments.
+        SpecError: A dim name without a rule, or an axis that would shard two dims of a leaf; all are listed.
+        ConfigError: A mesh that the model cannot be sharded on; a `tp` axis that shards no leaf; an unknown strategy.
+        LayoutError: `names` or `stages` that don't fit a leaf; an unsupported dtype; a path or pattern that matches no
+            leaf; duplicate or invalid paths, such as `__metadata__`; with `align`, a shard that splits a block.
+        TreeError: `names` with a different structure than the model.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -517,7 +476,7 @@ def plan_layout(
 
 
 def _planned(layout: Layout, leaves: Sequence[NamedLeaf], trainable: Sequence[bool]) -> Layout:
-    """Plan leaves by the mesh, the rules, the strategy and the stages of a layout."""
+    """Return a layout with leaves planned from its mesh, rules, strategy and stages."""
     check_stages(leaves, layout.mesh, layout.stages)
     where = layout.mesh, layout.rules, layout.strategy, layout.stages
     pairs = zip(leaves, trainable, strict=True)
@@ -530,8 +489,8 @@ def _planned(layout: Layout, leaves: Sequence[NamedLeaf], trainable: Sequence[bo
 def _check_tp(layout: Layout, tp: str) -> None:
     """Refuse a `tp` axis that shards no leaf; warn if it shards less than half of the bytes."""
     if tp not in ("shard", "replicate"):
-        raise ArgumentError(message(f"got tp={tp!r}.", mend='Give tp="shard", the default, or tp="replicate".'))
-    # Only tp: data axes (ep and cp among them) shard tokens, and a step on pp takes nothing but a Model with stages.
+        raise ArgumentError(message(f"got tp={tp!r}.", mend='Pass tp="shard", the default, or tp="replicate".'))
+    # Other axes are never idle: data axes shard tokens, and a step on pp requires a model with stages.
     ranks = abstract(layout.mesh).axis_size("tp")
     if ranks == 1 or tp == "replicate" or not layout.leaves:
         return
@@ -550,10 +509,10 @@ def _check_tp(layout: Layout, tp: str) -> None:
         'names= and roles= of fs.functionalize for a module. If replicas are meant: tp="replicate".'
     )
     if any(sharded):
-        rule = f"shards {done:,} of {total:,} bytes over tp={ranks}: its ranks hold and compute the rest alike."
+        rule = f"shards {done:,} of {total:,} bytes over tp={ranks}: its ranks store and compute the rest redundantly."
         warnings.warn(message(rule, rows, mend), stacklevel=4)
         return
-    rule = f"shards none of {len(rows)} leaves ({total:,} bytes) over tp={ranks}: its ranks would compute the same."
+    rule = f"shards no leaf ({total:,} bytes in all) over tp={ranks}: its ranks would compute the same."
     raise ConfigError(message(rule, rows, mend))
 
 
@@ -563,59 +522,59 @@ def _check_patterns(precision: Precision, leaves: Sequence[NamedLeaf]) -> None:
 
 
 def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:
-    """Refuses arguments of another kind than `plan_layout` takes."""
+    """Refuse arguments of wrong types, with the fix for common mistakes."""
     refuse_module(model)
     if isinstance(model, DeviceMesh | AbstractMesh):
         raise refuse("a model, then a mesh", model, "Swap the two: fs.plan_layout(model, mesh).")
     if callable(model) and not hasattr(model, "names"):
-        mend = "Call it, nothing is computed: fs.plan_layout(init(fs.random.key(0)), mesh)."
+        mend = "Call it, which computes nothing: fs.plan_layout(init(fs.random.key(0)), mesh)."
         raise refuse("a Model, or a tree of leaves", model, mend)
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
         raise refuse("a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
     if not isinstance(rules, AxisRules):
-        mend = "Give fs.DEFAULT_RULES or fs.AxisRules(...) third, and the strategy fourth or as strategy=."
+        mend = "Pass fs.DEFAULT_RULES or fs.AxisRules(...) third, and the strategy fourth or as strategy=."
         raise refuse("axis rules", rules, mend)
     check_precision(precision)
 
 
 def _refuse_odd_leaves(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Refuse leaves without a shape and a dtype, and paths that are no names."""
+    """Refuse leaves without a shape and a dtype, and paths that cannot be names."""
     is_leaf = [hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), torch.dtype) for x in leaves]
     if odd := [f"{path} is {kind_of(x)}" for path, x, fits in zip(paths, leaves, is_leaf, strict=True) if not fits]:
-        mend = "Give a Model, or the tree that its init returns: tensors, or draws such as fs.random.normal."
+        mend = "Pass a Model, or the tree that its init returns: tensors, or lazy tensors such as fs.random.normal's."
         raise LayoutError(message("takes leaves with a shape and a dtype.", odd, mend))
     if odd := objections_to_names(paths):
-        raise LayoutError(message(f"cannot name {len(odd)} leaves.", odd, MEND))
+        raise LayoutError(message("cannot use the paths of some leaves as names.", odd, MEND))
 
 
 def _tuple(names: Any) -> Any:
-    """Dim names as a tuple; what is none stays as it is, and is refused with all that do not fit."""
+    """Convert dim names to a tuple; a string is kept, and refused later together with other misfits."""
     if isinstance(names, P):
-        mend = f'Name the dims, such as ("mlp", None), and say which axes cut them: AxisRules(mlp={names.axes(0)!r}).'
+        mend = f'Name the dims, such as ("mlp", None), and map names to axes: AxisRules(mlp={names.axes(0)!r}).'
         raise ArgumentError(message(f"takes names of dims, got axes, {names}.", mend=mend))
     if names is not None and not isinstance(names, str | tuple | list):
-        raise refuse("names by dim", names, 'Give a tuple for each leaf, such as ("mlp", None).')
+        raise refuse("names by dim", names, 'Pass a tuple for each leaf, such as ("mlp", None).')
     return names if isinstance(names, str) else tuple(names) if names else None
 
 
 def _names_of(structure: optree.PyTreeSpec, paths: Sequence[str], names: Tree) -> list[Any]:
-    """The dim names of each leaf."""
+    """Return the dim names of each leaf."""
     try:
         return structure.flatten_up_to(names)
     except (ValueError, TypeError) as error:
         given = tree.paths(names, is_leaf=_is_names)
         rows = [f"{path}: only in the model" for path in paths if path not in given]
         rows += [f"{path}: only in names" for path in given if path not in paths]
-        mend = "Give names an entry for each leaf of the model, None for one without."
+        mend = "Give names an entry for each leaf of the model, None for a leaf without names."
         if not rows:
             rows = [f"names: {path!r} is one key" for path in given]
-            mend = "Nest names as the model is: a dict in a dict."
-        rule = "got the model and names that do not match."
+            mend = "Nest names like the model: a dict in a dict."
+        rule = "got names that do not match the model."
         raise TreeError(message(rule, rows, mend)) from error
 
 
 def _is_names(x: Any) -> bool:
-    """Whether something stands for one leaf in a tree of names."""
+    """Return whether a node of a tree of names is the entry of one leaf."""
     return x is None or (isinstance(x, tuple | list) and all(n is None or isinstance(n, str | Fused) for n in x))
 
 
@@ -636,10 +595,10 @@ def check_fit(
             want = type_text(shape, dtype or x.dtype)
             rows.append(f"{leaf.path}: {given} given, {want} in the layout")
     if rows:
-        mend = "Plan the layout for what is given, with fs.plan_layout, or give what it was planned for."
-        raise LayoutError(message(f"got {len(rows)} leaves that do not fit the layout.", rows, mend))
+        mend = "Plan the layout for these values, with fs.plan_layout, or pass the ones it was planned for."
+        raise LayoutError(message("got leaves that do not fit the layout.", rows, mend))
 
 
 def _covers(params: NamedSharding, main: NamedSharding) -> bool:
-    """Whether the main shard of every rank is inside its shard of the params."""
+    """Return whether every rank's shard of main is inside of its shard of params."""
     return all(main.axes(dim)[: len(params.axes(dim))] == params.axes(dim) for dim in range(len(params.spec)))

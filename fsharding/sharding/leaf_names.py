@@ -1,6 +1,6 @@
-"""The rule for names of leaves: a path has to work as a name in layouts, checkpoints, exported files and errors.
+"""Rules for leaf names: a path must be usable in layouts, checkpoints, exported files and errors.
 
-Guarantee: exporting leaves under their own paths, and reading them again, gives the same leaves.
+Guarantee: exporting leaves under their own paths and loading them gives the same leaves.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ __all__ = ["MARKS", "MEND", "RESERVED", "begins", "joined", "objections_to_names
 
 MARKS = ("{i}", "{j}", "{k}")  # placeholders for the indices of stacked leaves in tables of names
 
-RESERVED = "__metadata__"  # the entry of a safetensors header that is no tensor
+RESERVED = "__metadata__"  # the entry of a safetensors header that isn't a tensor
 
 MEND = "Rename keys: the keys of a leaf, joined by dots, are its name in layouts, checkpoints and exported files."
 
 
 def joined(*parts: str | None) -> str:
-    """Join the parts of a dotted path; empty ones are left out."""
+    """Join the parts of a dotted path, without empty ones."""
     return ".".join(filter(None, parts))
 
 
 def begins(path: str, entry: str) -> bool:
-    """Whether a dotted path is another or lies under it."""
+    """Return whether a dotted path equals `entry` or is below it."""
     return path == entry or path.startswith(entry + ".")
 
 
 def objections_to_names(paths: Sequence[str]) -> list[str]:
-    """Why paths cannot be names of leaves; one row for each path that cannot."""
+    """Return a row for each path that cannot be a leaf name."""
     rows = [f"{path!r} is the path of {n} leaves" for path, n in Counter(paths).items() if n > 1]
     for path in dict.fromkeys(paths):
         if path == RESERVED:
@@ -37,6 +37,6 @@ def objections_to_names(paths: Sequence[str]) -> list[str]:
             rows.append(f"{path!r} contains {marks[0]}, which stands for an index in tables of names")
         elif len(paths) > 1 and "" in path.split("."):
             rows.append(f"{path!r} contains an empty key")
-        elif not path.isprintable():  # which halves of surrogate pairs are not either
+        elif not path.isprintable():  # lone surrogates, which UTF-8 cannot encode, are not printable either
             rows.append(f"{path!a} contains characters that cannot be written")
     return rows

@@ -1,4 +1,4 @@
-"""Tiers: the kinds of memory in which a strategy keeps what a rank holds, and the choice of one for each leaf."""
+"""Tiers: the memory kinds in which a rank stores leaves, and the choice of one for each leaf and role."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = [
     "parse_memory", "tier_named",
 ]  # fmt: skip
 
-HERE = "device"  # the name of the tier of a leaf that is not kept elsewhere
+HERE = "device"  # the name of the default tier
 
-ROLES = ("params", "main", "moments", "grads")  # what a strategy may keep elsewhere than on the device
+ROLES = ("params", "main", "moments", "grads")  # what a strategy may store in a different tier
 
-_COMPUTE = "compute"  # where an update is computed: a role that keeps nothing, so its tier cannot fail
+_COMPUTE = "compute"  # where an update is computed: a role that stores nothing, so its tier cannot fail
 
 LocalLeaf: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # the local shape of a leaf, and its dtype
 
@@ -31,38 +31,38 @@ Lacking: TypeAlias = Callable[[bool], list[int]]
 
 
 class Tier:
-    """A kind of memory. Here it is the device's, where a tensor is computed with, and nothing is ever copied."""
+    """A memory kind; the base class is device memory, where nothing is ever copied."""
 
-    # Copies are ordered by the current stream; the host waits for none but in `settle`.
+    # Copies are ordered by the current stream; the host waits only in `settle`.
     name: ClassVar[str] = HERE  # as users write it
     text: ClassVar[str] = "the device"  # in a sentence
-    # a copy may fail or take long. So its tensors are never written in place, and reads start earlier
+    # Whether a copy may fail or take long: its tensors are then never written in place, and reads start earlier.
     can_fail: ClassVar[bool] = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory to be filled by the host or the device; `put` of it is then cheapest."""
+        """Return memory that the host or the device fills, and from which `put` is cheapest."""
         return _compat.fresh(shape, dtype, device)
 
     def put(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """Start to copy a tensor to the tier; `into` may be written if the tier cannot fail and it fits."""
+        """Start copying a tensor to the tier, into `into` if the tier cannot fail and it fits."""
         return x if into is None or _compat.is_same_view(into, x) else into.copy_(x)
 
     def get(self, x: Tensor, device: torch.device) -> Tensor:
-        """Copy a tensor of the tier to a device."""
+        """Copy a tensor from the tier to a device."""
         return x
 
     def prefetch(self, x: Tensor, device: torch.device) -> None:
-        """Start what the next `get` of the same tensor would have the host wait for."""
+        """Start the part of the next `get` of this tensor that the host would wait for."""
 
     def settle(self, x: Tensor, device: torch.device) -> None:
-        """Have the host wait until a tensor, which was put from a device on the current stream, is there."""
+        """Wait on the host until a `put` from the device on the current stream has finished."""
 
     def reserve(
         self, state: Sequence[LocalLeaf], grads: Sequence[LocalLeaf], donated: Sequence[Tensor], lacking: Lacking
     ) -> None:
-        """Take room for a state and its gradients, or raise on every rank; a device raises when it is out of memory."""
-        # Tensors that are donated are freed before the state is written. Each rank tells the others by `lacking`
-        # whether it lacks room, and gets the ranks that do.
+        """Reserve room for a state and its gradients, or raise on every rank; the device tier reserves nothing."""
+        # Donated tensors are freed before the state is written. `lacking` is collective: each rank passes whether it
+        # lacks room, and gets the ranks that do.
 
 
 @functools.cache
@@ -72,20 +72,20 @@ def tier_named(name: str) -> Tier:
 
 
 class Choice(NamedTuple):
-    """The kind of memory of some leaves in one role."""
+    """The memory kind of some leaves in one role."""
 
-    role: str  # see `ROLES`; or "compute", the memory in which a leaf is updated
-    path: str  # of a leaf, or the beginning of several; "" for all
+    role: str  # see `ROLES`; or "compute", where a leaf is updated
+    path: str  # path or path prefix of leaves; "" for all
     kind: str  # the name of the tier
 
     @property
     def tier(self) -> Tier:
-        """The tier itself."""
+        """The tier."""
         return tier_named(self.kind)
 
     @property
     def leaves(self) -> str:
-        """Which leaves, in words."""
+        """The leaves, in words."""
         return f"{self.role} of {self.path}" if self.path else self.role
 
     def __str__(self) -> str:
@@ -93,24 +93,24 @@ class Choice(NamedTuple):
 
 
 def choices_of(memory: Mapping[str, str | Mapping[str, str]]) -> list[Choice]:
-    """Return choices as `Strategy.with_memory` takes them."""
+    """Parse the arguments of `Strategy.with_memory`."""
     by_path = {role: kinds if isinstance(kinds, Mapping) else {"": kinds} for role, kinds in memory.items()}
     known = [*ROLES, _COMPUTE]
     rows = [f"{role}: roles are {', '.join(known)}.{did_you_mean(role, known)}" for role in memory if role not in known]
     choices = [Choice(role, path, kind) for role, kinds in by_path.items() for path, kind in kinds.items()]
     for choice in choices:
-        # An update is computed there, and cannot fail halfway.
+        # An update must not fail halfway.
         names = [name for name in names_of("tier") if choice.role != _COMPUTE or not tier_named(name).can_fail]
         if choice.kind not in names:
             rows.append(f"{choice.leaves}={choice.kind!r}: kinds are {', '.join(names)}")
     if rows:
-        raise ConfigError(message("cannot keep this elsewhere.", rows, 'Write with_memory(moments="host").'))
+        raise ConfigError(message("got unknown roles or memory kinds.", rows, 'Write with_memory(moments="host").'))
     return choices
 
 
 def chosen_kind(choices: Iterable[Choice], role: str, path: str) -> str:
-    """Return the kind of memory of a leaf: by the longest path that it begins with."""
-    # By default moments are where the leaf is updated. `main` follows them if that is the host, else `params`.
+    """Return the memory kind of a leaf in a role; the longest path prefix counts."""
+    # Default: moments are where the leaf is updated; `main` follows moments if that is the host, else `params`.
     known = [*choices]
     fitting = [c for c in known if c.role == role and (not c.path or begins(path, c.path))]
     if fitting:
@@ -123,12 +123,12 @@ def chosen_kind(choices: Iterable[Choice], role: str, path: str) -> str:
 
 
 def check_choices(choices: Iterable[Choice], paths: Iterable[str]) -> None:
-    """Refuse paths that no leaf begins with, and updates on the host of what is on the device."""
+    """Refuse prefixes of no leaf, and host updates of tensors on the device."""
     known = [*paths]
     unused = [c for c in choices if c.path and not any(begins(path, c.path) for path in known)]
     if unused:
-        rows = [f"{c}: no leaf begins so.{did_you_mean(c.path, known)}" for c in unused]
-        raise ConfigError(message("got memory of leaves that do not exist.", rows, f"Leaves are {listed(known)}."))
+        rows = [f"{c}: matches no leaf.{did_you_mean(c.path, known)}" for c in unused]
+        raise ConfigError(message("got memory kinds for unknown leaves.", rows, f"Leaves are {listed(known)}."))
     given = [*choices]
     split = [
         f"{role} of {path}"
@@ -137,12 +137,12 @@ def check_choices(choices: Iterable[Choice], paths: Iterable[str]) -> None:
         if chosen_kind(given, _COMPUTE, path) != HERE and chosen_kind(given, role, path) == HERE
     ]
     if split:
-        mend = "Leave moments= and main= out, which are on the host then, or keep them elsewhere than on the device."
-        raise ConfigError(message("cannot compute an update on the host of leaves on the device.", split, mend))
+        mend = 'Leave moments= and main= out, which are then in host memory, or pass "host" or "disk" for them.'
+        raise ConfigError(message("cannot update leaves on the host that are in device memory.", split, mend))
 
 
 def parse_memory(text: str) -> dict[str, dict[str, str]]:
-    """Read kinds of memory as the command line takes them: `role=kind` or `role.path=kind`, with commas between."""
+    """Parse memory kinds of the command line: `role=kind` or `role.path=kind`, separated by commas."""
     result: dict[str, dict[str, str]] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         leaves, _, kind = part.partition("=")

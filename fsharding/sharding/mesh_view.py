@@ -1,6 +1,6 @@
-"""The `DeviceMesh` that a leaf is on at rest: a view of its mesh that lets DTensor say exactly what the leaf has.
+"""The `DeviceMesh` of a leaf's DTensor: a view of its mesh that encodes what DTensor placements cannot express.
 
-Guarantee: `base(view(...))` is the mesh, and every torch operation on a DTensor keeps what its view says.
+Guarantee: `base(view(...))` is the mesh, and torch operations on a DTensor keep its view.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from fsharding.sharding.partition_spec import PartitionSpec
 
 __all__ = ["Base", "base", "order", "slice_of", "view"]
 
-_OWNED = "_owned"  # suffix of the name of an axis that a leaf owns
+_OWNED = "_owned"  # suffix of the names of owned axes in a view
 
 
 class Base(NamedTuple):
-    """The mesh that a view was made of, and its axes."""
+    """The mesh that a view was made from."""
 
     mesh: DeviceMesh  # the mesh, or its slice without assigned axes
-    axes: tuple[str, ...]  # the axes in the order of the view
-    owned: tuple[str, ...] = ()  # those that the leaf owns
-    whole: DeviceMesh | None = None  # the mesh that `mesh` is a slice of; None where it is no slice
-    assigned: tuple[Assigned, ...] = ()  # the assignments of the leaf along the axes that the slice lacks
+    axes: tuple[str, ...]  # its axes, in the order of the view
+    owned: tuple[str, ...] = ()  # the axes that the leaf owns
+    whole: DeviceMesh | None = None  # the mesh that `mesh` is a slice of, if it is one
+    assigned: tuple[Assigned, ...] = ()  # the leaf's assignments, along the axes that the slice lacks
 
 
 def order(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that are not assigned, in an order in which every tuple of the spec reads major first."""
+    """Return the axes without assigned ones, ordered major first within each dim, as DTensor requires."""
     result = [name for name in names if name not in assigned]
     for dim in range(len(spec)):
-        cut = [axis for axis in spec.axes(dim) if axis in result]
-        places = sorted(result.index(axis) for axis in cut)
-        for place, axis in zip(places, cut, strict=True):
+        axes = [axis for axis in spec.axes(dim) if axis in result]
+        places = sorted(result.index(axis) for axis in axes)
+        for place, axis in zip(places, axes, strict=True):
             result[place] = axis
     return tuple(result)
 
 
 @cache_on_mesh()
 def view(mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[Assigned, ...], owned: tuple[str, ...]) -> DeviceMesh:
-    """The mesh at rest of a leaf; the mesh itself where that says enough."""
+    """Return the mesh of a leaf's DTensor: the mesh itself if it needs no view."""
     names = abstract(mesh).names
     axes = order(names, spec, tuple(a.axis for a in assigned))
     return mesh if axes == names and not owned else _view(mesh, axes, assigned, owned)
@@ -62,17 +62,17 @@ def _view(
     part = mesh if kept == names else slice_of(mesh, kept)
     result = part if not axes or (axes == kept and not owned) else _renamed(part, axes, owned)
     if assigned:
-        # Leaves of one slice may have different owners, and each view names the owners of its leaves.
+        # A copy per assignment: leaves on one slice may have different owners.
         result = of_same_groups(_compat.copy_of_mesh(result), result)
         _compat.refuse_full_tensor(result, _refuse_full_tensor)
-    # Of this view alone: a user's own mesh may be equal to it.
+    # Stored on this object, not by value: a user's mesh may be equal to the view.
     whole = None if part is mesh else mesh
     kept_by(result)[Base] = Base(part, axes or ("dp",), owned, whole, assigned)
     return result
 
 
 def _refuse_full_tensor(x: DTensor) -> NoReturn:
-    """A DTensor describes this rank's slice of the mesh, so torch would return one slice of the leaf."""
+    """Raise: the DTensor is on this rank's slice of the mesh, so torch would return one slice of the leaf."""
     assigned = base(x.device_mesh).assigned
     row = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} is one part of a leaf with explicit owners over "
     row += ", ".join(a.axis for a in assigned)
@@ -82,7 +82,7 @@ def _refuse_full_tensor(x: DTensor) -> NoReturn:
 
 @cache_on_mesh()
 def slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The slice of a mesh with this rank in it; without any axis left, this rank alone."""
+    """Return the slice of a mesh that contains this rank; without axes, a mesh of this rank only."""
     rank = own_rank()
     if not names:
         return _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.tensor([rank]), rank)
@@ -93,7 +93,7 @@ def slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _renamed(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) -> DeviceMesh:
-    """The same ranks and groups with the mesh dims in another order, and owned ones under another name."""
+    """Return a mesh of the same ranks and groups, with reordered dims and owned axes renamed."""
     now = abstract(mesh).names
     grid = mesh.mesh.permute([now.index(axis) for axis in axes]).contiguous()
     names = tuple(axis + _OWNED if axis in owned else axis for axis in axes)
@@ -104,6 +104,6 @@ def _renamed(mesh: DeviceMesh, axes: tuple[str, ...], owned: tuple[str, ...]) ->
 
 
 def base(mesh: DeviceMesh) -> Base:
-    """The mesh that a view was made of, and its axes; any other mesh is its own base."""
+    """Return the mesh that a view was made from; a mesh that isn't a view is its own base."""
     known = kept_by(mesh).get(Base)
     return Base(mesh, abstract(mesh).names) if known is None else known

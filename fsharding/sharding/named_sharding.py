@@ -1,4 +1,4 @@
-"""Where one leaf lives: `NamedSharding` = mesh + `P`, to and from DTensor; `Local` = its local tensor in flight.
+"""`NamedSharding`, the mesh and `P` of a leaf, to and from DTensor; `Local`, a leaf's local tensor in a loss function.
 
 Guarantee: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile the leaf.
 """
@@ -40,16 +40,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class NamedSharding:
-    """A mesh and a `P`: which part of a global tensor each rank holds.
+    """A mesh and a partition spec: which shard of a global tensor each rank stores.
 
     Attributes:
-        mesh: with devices, or abstract.
-        spec: axes by dim. On a dim that is assigned, they cut what a coordinate owns.
-        partial: axes whose ranks hold different terms of a sum that has not been taken, kept in the order of `AXES`.
-        assigned: explicit ownership along axes that the spec does not use, one dim each.
-        owned: data axes of the spec along which ranks compute with their own part, such as `ep` for experts. The leaf
-            is not gathered over them, and its gradient is not summed over them: tokens come to the owner.
-        memory: the tier of a leaf at rest, as in `Strategy.with_memory`. `sharding_of` does not know it.
+        mesh: Mesh, with devices or abstract.
+        spec: Mesh axes that shard each dim, as an `fs.P`; on an assigned dim they shard each coordinate's part.
+        partial: Axes over which the values are unreduced: the tensor is the sum over their ranks.
+        assigned: Explicit ownership along axes that aren't in `spec`, such as layers of pipeline stages; one per dim.
+        owned: Data axes of `spec` over which the leaf is neither all-gathered nor its gradient reduced, such as `ep`
+            for experts: tokens are dispatched to the owner instead.
+        memory: Memory kind of the leaf between steps, as in `Strategy.with_memory`. A DTensor doesn't record it, so
+            `sharding_of` returns "device".
+
+    Raises:
+        ArgumentError: `mesh` or `spec` of a wrong type, or `partial`, `assigned` or `owned` that isn't a tuple.
+        SpecError: An unknown axis, an axis with two roles, or `owned` axes that aren't data axes of the spec.
 
     Example:
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
@@ -69,7 +74,7 @@ class NamedSharding:
         if not isinstance(self.mesh, DeviceMesh | AbstractMesh):
             raise refuse("a mesh, then a P", self.mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
         if not isinstance(self.spec, PartitionSpec):
-            raise refuse("a mesh, then a P", self.spec, 'Give axes by dim: fs.P("dp", None).')
+            raise refuse("a mesh, then a P", self.spec, 'Pass axes by dim: fs.P("dp", None).')
         for name, kind in (("partial", str), ("assigned", Assigned), ("owned", str)):
             given = getattr(self, name)
             if not isinstance(given, tuple) or not all(isinstance(x, kind) for x in given):
@@ -84,8 +89,8 @@ class NamedSharding:
             text = f"uses {', '.join(both)} in the spec {self.spec} and again as partial or assigned."
             raise SpecError(message(text, mend="Give an axis one role."))
         if len({*dims}) < len(dims):
-            raise SpecError(message(f"got two assignments of one dim: {dims}.", mend="Give one."))
-        # They are a set: shardings that mean the same are equal, whatever the order of the mesh.
+            raise SpecError(message(f"got two assignments of one dim: {dims}.", mend="Assign each dim once."))
+        # `partial` is a set: sorted, so that equal shardings compare equal whatever the order of the mesh.
         object.__setattr__(self, "partial", tuple(sorted(self.partial, key=AXES.index)))
         if lost := [axis for axis in self.owned if axis not in self.spec.all_axes or axis not in DATA_AXES]:
             text = f"cannot own {', '.join(lost)} with the spec {self.spec}."
@@ -93,32 +98,32 @@ class NamedSharding:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes along which the leaf is gathered and its gradient summed, in cutting order."""
+        """Axes over which the leaf is all-gathered and its gradient reduced, in sharding order."""
         return tuple(axis for axis in data_axes(self.mesh) if axis not in self.owned)
 
     @property
     def is_away(self) -> bool:
-        """Whether leaves are kept elsewhere than on the device of the mesh; on a CPU also its own memory."""
+        """Whether the leaf is stored in a memory other than the device's."""
         return self.memory != HERE
 
     @property
     def on_device(self) -> NamedSharding:
-        """The same sharding in memory of the device."""
+        """This sharding in device memory."""
         return replace(self, memory=HERE)
 
     @property
     def device_type(self) -> str:
-        """The type of the devices of the mesh; "cpu" without devices."""
+        """Device type of the mesh; "cpu" for an abstract one."""
         return getattr(self.mesh, "device_type", "cpu")
 
     def axes(self, dim: int) -> tuple[str, ...]:
-        """The axes of size above 1 that cut a dim, major first."""
+        """Return the axes of size above 1 that shard a dim, major first."""
         axes = self._axes
         return axes[dim] if dim < len(axes) else ()
 
     @functools.cached_property
     def _axes(self) -> tuple[tuple[str, ...], ...]:
-        """`axes` of each dim of the spec: every step asks for them many times."""
+        """`axes` of each dim, cached because a step reads them many times."""
         shape = abstract(self.mesh)
         return tuple(
             tuple(axis for axis in self.spec.axes(dim) if shape.axis_size(axis) > 1) for dim in range(len(self.spec))
@@ -126,33 +131,35 @@ class NamedSharding:
 
     @cache_on_its_mesh()
     def simplified(self) -> NamedSharding:
-        """The same sharding without the axes that have size 1."""
+        """Return this sharding without axes of size 1."""
         shape = abstract(self.mesh)
         spec = P(*(self.axes(dim) for dim in range(len(self.spec))))
         partial, owned = (tuple(a for a in x if shape.axis_size(a) > 1) for x in (self.partial, self.owned))
         return replace(self, spec=spec, partial=partial, owned=owned)
 
+    @cache_on_its_mesh()
     def drop(self, dim: int = 0) -> NamedSharding:
-        """The sharding of one index along a dim, such as one block of a stacked leaf."""
-        return _dropped(self, dim)
+        """Return the sharding of one index along a dim, such as one layer of a stacked leaf."""
+        left = tuple(
+            a if a.dim is None or a.dim < dim else replace(a, dim=a.dim - 1) for a in self.assigned if a.dim != dim
+        )
+        owned = tuple(axis for axis in self.owned if axis not in self.spec.axes(dim))
+        return replace(self, spec=self.spec.drop(dim), assigned=left, owned=owned)
 
     def slice_of_mesh(self) -> NamedSharding:
-        """Without its assignments: how a leaf is cut on the slice of the mesh that holds it."""
+        """Return this sharding without its assignments: that of a leaf's part on its slice of the mesh."""
         return _on_slice(self) if self.assigned else self
 
     def grid(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> Grid | None:
-        """The index ranges that a rank holds along each dim; None if it holds nothing of the leaf at all.
+        """Return the index ranges that a rank stores along each dim; None if it stores nothing of the leaf.
 
         Args:
-            shape: global shape.
-            coord: the rank's coordinate by axis; by default this process's, which may be outside the mesh.
-
-        Raises:
-            SpecError: the spec, or an assignment, is of more dims than the leaf has.
+            shape: Global shape; a spec or an assignment with more dims raises a `SpecError`.
+            coord: Coordinate of the rank by axis; default: this process's, which may be outside of the mesh.
         """
         if len(self.spec) > len(shape) or any((a.dim or 0) >= max(len(shape), 1) for a in self.assigned):
-            text = f"fs.NamedSharding {self} is of more dims than a leaf of shape {tuple(shape)} has."
-            raise SpecError(report(text, mend="Give P one entry a dim at most."))
+            text = f"fs.NamedSharding {self} has more dims than a leaf of shape {tuple(shape)}."
+            raise SpecError(report(text, mend="Pass fs.P at most one entry per dim."))
         if coord is None and not is_member(self.mesh):
             return None
         where = coordinate(self.mesh) if coord is None else coord
@@ -171,43 +178,32 @@ class NamedSharding:
         return tuple(grid)
 
     def boxes(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> tuple[Box, ...]:
-        """The boxes of the global tensor that a rank holds, in the order in which its local tensor has them.
-
-        Args:
-            shape: global shape.
-            coord: the rank's coordinate by axis; by default this process's.
-        """
+        """Return the boxes of the global tensor that a rank stores, in the order of its local tensor; see `grid`."""
         grid = self.grid(shape, coord)
         return () if grid is None else tuple(box for box, _ in boxes.grid_boxes(grid))
 
     def box(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> Box:
-        """The one box of a sharding without an assignment."""
+        """Return the one box of a rank, for a sharding without assignments; see `grid`."""
         assert not self.assigned
         return self.boxes(shape, coord)[0]
 
     def local_shape(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> tuple[int, ...]:
-        """The shape of a rank's local tensor: on a rank that holds nothing, `(0,)` or `(0, ...)`."""
+        """Return the shape of a rank's local tensor; a rank that stores nothing has `(0,)` or `(0, ...)`."""
         grid = self.grid(shape, coord)
         if grid is not None:
             return boxes.grid_shape(grid)
         if coord is None and not is_member(self.mesh):
             return (0,)
+        # Without the owners of the full leaf, which are other ranks, the remaining dims have sizes on this rank too.
         rest = tuple(a for a in self.assigned if a.dim is not None)
         return (0, *replace(self, assigned=rest).local_shape(shape, coord)[1:])
 
     def first_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The local shape at coordinate 0 of every axis, assignments aside: equal on all ranks, and the largest."""
+        """Return the local shape at coordinate 0, ignoring assignments: the largest, and equal on all ranks."""
         return (replace(self, assigned=()) if self.assigned else self).local_shape(shape, {})
 
     def device_mesh(self) -> DeviceMesh:
-        """The DeviceMesh of this leaf at rest.
-
-        It is a view of the mesh: in another order where the spec cuts minor before major, without the axis of an
-        assignment, and with owned axes under another name.
-
-        Raises:
-            SpecError: the mesh is abstract.
-        """
+        """Return the DeviceMesh of the leaf's DTensor: axes in the order of the spec, assigned ones left out."""
         if isinstance(self.mesh, AbstractMesh):
             text = f"fs.NamedSharding cannot place a tensor on the abstract mesh {self.mesh}."
             raise SpecError(report(text, mend="Use fs.make_mesh."))
@@ -215,7 +211,7 @@ class NamedSharding:
 
     @cache_on_its_mesh()
     def placements(self) -> tuple[Placement, ...]:
-        """DTensor placements on `device_mesh()`, one for each of its dims."""
+        """Return the DTensor placements, one per axis of `device_mesh()`."""
         spec = self.spec
         names = mesh_view.order(abstract(self.mesh).names, spec, tuple(a.axis for a in self.assigned))
         dims = {axis: dim for dim in range(len(spec)) for axis in spec.axes(dim)}
@@ -226,31 +222,35 @@ class NamedSharding:
 
     @public
     def to_dtensor(self, local: Tensor, shape: Sequence[int]) -> DTensor:
-        """Wraps a local tensor as the DTensor that it is; nothing is copied or sent.
+        """Wrap this rank's local tensor as a DTensor, without copies or communication.
 
         Args:
-            local: this rank's part, of `local_shape(shape)`.
-            shape: the global shape; along an assigned dim, what this slice of the mesh holds.
+            local: Shard of this rank, of shape `local_shape(shape)`.
+            shape: Global shape.
+
+        Returns:
+            A DTensor that shares the memory of `local`, without its autograd history. Its global shape is `shape`,
+            except along assigned dims, where it is the size on this slice of the mesh.
 
         Raises:
-            ArgumentError: `shape` isn't a sequence of whole numbers.
-            SpecError: the local shape is another, or the spec is of more dims than the leaf has.
+            ArgumentError: `shape` isn't a sequence of integers.
+            SpecError: `local` has a different shape, or the spec has more dims than the leaf.
         """
         numbers = isinstance(shape, list | tuple) and all(hasattr(size, "__index__") for size in shape)
         if not numbers or any(isinstance(size, Tensor) for size in shape):
-            raise refuse("a global shape", shape, "Give whole numbers, such as (4, 2).")
+            raise refuse("a global shape", shape, "Pass integers, such as (4, 2).")
         want = self.local_shape(shape)
         if tuple(local.shape) != want:
-            text = f"{self} of a leaf of shape {tuple(shape)} holds {want} here, got {tuple(local.shape)}."
-            raise SpecError(message(text))
+            text = f"got a local tensor of shape {tuple(local.shape)}, but {self} of a leaf of shape {tuple(shape)} has"
+            raise SpecError(message(f"{text} {want} on this rank.", mend="Pass this rank's shard and the full shape."))
         return self.at_rest(local, self.shape_at_rest(shape))
 
     def at_rest(self, local: Tensor, size: tuple[int, ...]) -> DTensor:
-        """As `to_dtensor`, from the shape that the DTensor itself has; see `shape_at_rest`."""
+        """Wrap a local tensor like `to_dtensor`, given the shape of the DTensor itself; see `shape_at_rest`."""
         return _compat.make_dtensor(local.detach(), self.device_mesh(), self.placements(), size)
 
     def shape_at_rest(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The global shape of the DTensor at rest: along assigned dims, what this slice of the mesh holds."""
+        """Return the shape of the DTensor of a leaf: the global one, or its part on this slice of the mesh."""
         if not self.assigned or not is_member(self.mesh):
             return tuple(shape)
         grid = _assignments_alone(self).grid(shape)
@@ -268,15 +268,6 @@ class NamedSharding:
 
 
 @cache_on_its_mesh()
-def _dropped(sharding: NamedSharding, dim: int) -> NamedSharding:
-    left = tuple(
-        a if a.dim is None or a.dim < dim else replace(a, dim=a.dim - 1) for a in sharding.assigned if a.dim != dim
-    )
-    owned = tuple(axis for axis in sharding.owned if axis not in sharding.spec.axes(dim))
-    return replace(sharding, spec=sharding.spec.drop(dim), assigned=left, owned=owned)
-
-
-@cache_on_its_mesh()
 def _on_slice(sharding: NamedSharding) -> NamedSharding:
     return replace(sharding, assigned=())
 
@@ -287,17 +278,17 @@ def _assignments_alone(sharding: NamedSharding) -> NamedSharding:
 
 
 def hides_owners(x: DTensor | Local) -> bool:
-    """Whether a leaf is a slice of one whose owners are explicit; see `home_of`."""
+    """Return whether a leaf is one slice of a leaf with explicit owners; see `home_of`."""
     return bool(x.slices) if isinstance(x, Local) else mesh_view.base(x.device_mesh).whole is not None
 
 
 def sharding_of(x: DTensor) -> NamedSharding:
-    """The sharding of a DTensor without explicit assignments."""
+    """Return the sharding of a DTensor on its own mesh, without assignments."""
     return _from_placements(x.device_mesh, tuple(x.placements))
 
 
 def home_of(x: DTensor) -> NamedSharding:
-    """The sharding of a DTensor on its whole mesh, with its explicit owners."""
+    """Return the sharding of a DTensor on the full mesh, with its assignments."""
     base = mesh_view.base(x.device_mesh)
     sharding = sharding_of(x)
     return sharding if base.whole is None else replace(sharding, mesh=base.whole, assigned=base.assigned)
@@ -314,6 +305,7 @@ def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Nam
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             partial.append(name)
         elif not isinstance(placement, Replicate):
+            # `Partial` of other reductions, and subclasses of `Shard` such as strided ones, have no `P`.
             text = f"fs.typeof cannot express the placement {placement} on axis {name}."
             raise SpecError(report(text, mend="Use Shard(dim), Replicate() or Partial('sum')."))
     spec = P(*(tuple(cuts.get(dim, ())) for dim in range(max(cuts, default=-1) + 1)))
@@ -322,7 +314,7 @@ def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Nam
 
 
 def _refuses(use: str) -> Any:
-    """A method of a node that says what to do first."""
+    """Make a method that raises what to do first."""
 
     def refuse(self: Local, *_: Any, **__: Any) -> Any:
         raise _not_gathered(self, use)
@@ -331,7 +323,7 @@ def _refuses(use: str) -> Any:
 
 
 def _computes(operate: Callable[..., Any], *, swapped: bool = False) -> Any:
-    """An operator of a node that computes element by element; `swapped` where the node is the right operand."""
+    """Make an elementwise operator; `swapped` if the `Local` is the right operand."""
 
     def compute(node: Local, *other: Any) -> Local:
         return _elementwise(operate, (*other, node) if swapped else (node, *other))
@@ -347,7 +339,7 @@ def _not_gathered(node: Local, use: str) -> NotGatheredError:
 
 
 def of_sums(use: str) -> str:
-    """A sentence about what can be had of a leaf without gathering it, where its use looks like it."""
+    """Suggest `vdot` and `global_norm`, which need no gather, if a use looks like a sum or a norm."""
     if not re.search(r"\b(sum|norm|mean|square|dot|vdot|inner)\b", use):
         return ""
     return " The sum of its squares over all ranks is fs.tree.vdot(x, x), and their root fs.global_norm(x)."
@@ -355,19 +347,17 @@ def of_sums(use: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """A leaf in flight: this rank's tensor, with sharding and global shape as static data.
+    """A sharded leaf inside a loss function, before `fs.gather_unit`: this rank's shard, with its sharding and shape.
 
-    A leaf of `fs.tree`, and a node with one child of torch's own trees, which torch.func transforms take apart.
-    Functions of torch that work element by element take nodes that are cut alike, and give such a node.
-
-    It isn't a tensor: using it as one raises an error that names `gather_unit`.
+    Elementwise torch functions accept and return `Local`s of equal sharding. It isn't a tensor otherwise: other uses
+    raise `NotGatheredError`. `fs.tree` treats it as a leaf, torch's pytrees as a node whose child is `value`.
 
     Attributes:
-        value: this rank's part, a plain tensor.
-        sharding: what part it is.
-        shape: the global shape; along the axes of `slices`, the shape of this rank's slice.
-        slices: axes along which ranks have other slices of the leaf, since its sharding at rest has an assignment: the
-            layers of a pipeline stage, or a share of each part of a `Fused` dim.
+        value: Shard of this rank, a plain tensor.
+        sharding: Sharding of the leaf.
+        shape: Global shape; along the axes of `slices`, the shape of this rank's slice.
+        slices: Axes whose ranks have different slices of the leaf, because its sharding has assignments: layers of
+            pipeline stages, or parts of `Fused` dims.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -388,14 +378,14 @@ class Local:
         return f"Local({typeof(self)})"
 
     def __getattr__(self, name: str) -> Any:
-        # Python itself asks for names that begin so, and for fields of a node that is not there yet.
+        # Python looks up underscored names itself, and fields while an instance is copied or unpickled.
         if name.startswith("_") or name in ("value", "sharding", "shape", "slices"):
             raise AttributeError(name)
-        raise _not_gathered(self, f"is asked for .{name}")
+        raise _not_gathered(self, f"is accessed as .{name}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A function of torch that works element by element gives another node; no other function takes a node."""
+        """Apply elementwise functions to the shards; refuse others."""
         return _elementwise(func, args, kwargs or {})
 
     __add__, __radd__ = _computes(operator.add), _computes(operator.add, swapped=True)
@@ -403,45 +393,42 @@ class Local:
     __mul__, __rmul__ = _computes(operator.mul), _computes(operator.mul, swapped=True)
     __truediv__, __rtruediv__ = _computes(operator.truediv), _computes(operator.truediv, swapped=True)
     __pow__, __neg__ = _computes(operator.pow), _computes(operator.neg)
-    # Not `==`: nodes are compared, and kept in dicts, by identity.
+    # `==` stays: it compares identity, by which nodes are kept in dicts.
     __matmul__ = __rmatmul__ = _refuses("is an operand of @")
     __rpow__ = _refuses("is an operand of **")
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuses("is an operand of // or %")
     __lt__ = __le__ = __gt__ = __ge__ = _refuses("is compared")
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refuses("is an operand of &, |, ^ or ~")
-    __abs__ = __float__ = __int__ = __bool__ = __len__ = _refuses("is taken for a number")
+    __abs__ = __float__ = __int__ = __bool__ = __len__ = _refuses("is used as a number")
     __iter__ = __getitem__ = __setitem__ = _refuses("is indexed")
-    __array__ = _refuses("goes into NumPy")
+    __array__ = _refuses("is converted to NumPy")
 
 
 _OPERATORS = {
-    operator.add: "+",
-    operator.sub: "-",
-    operator.mul: "*",
-    operator.truediv: "/",
-    operator.pow: "**",
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**",
     operator.neg: "-",
-}
+}  # fmt: skip
 
 
 @_compat.outside_of_graphs
 def _elementwise(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
-    """A function of nodes, where a rank's part of the result depends on its parts alone: what is cut stays cut."""
+    """Apply an elementwise function to the shards of leaves; the result has their sharding."""
     every = tree.leaves([*args, *kwargs.values()])
     nodes = [x for x in every if isinstance(x, Local)]
     first = nodes[0]
     sign = _OPERATORS.get(func)
-    use = f"is an operand of {sign}" if sign else f"goes into {overrides.resolve_name(func) or func.__name__}"
+    use = f"is an operand of {sign}" if sign else f"is passed to {overrides.resolve_name(func) or func.__name__}"
+    # Not for unreduced leaves: f(a) + f(b) isn't f(a + b).
     if not (sign or _compat.is_elementwise(func)) or first.sharding.partial:
         raise _not_gathered(first, use)
     if any(isinstance(x, Tensor) and x.ndim for x in every):
-        raise _not_gathered(first, f"{use} beside a tensor")
+        raise _not_gathered(first, f"{use} with a plain tensor")
     if not all((x.sharding, x.shape, x.slices) == (first.sharding, first.shape, first.slices) for x in nodes):
         rows = [repr(x) if isinstance(x, Local) else str(typeof(x)) for x in every if isinstance(x, Local | Tensor)]
-        mend = "Give leaves in one sharding, numbers and 0-d tensors; or gather them first, with fs.gather_unit."
-        text = f"fs.Local cannot compute with a leaf that {use} with one that is cut otherwise."
+        mend = "Pass leaves of one sharding, numbers and 0-d tensors; or gather them first, with fs.gather_unit."
+        text = f"fs.Local cannot compute: a leaf {use} with one that is sharded differently."
         raise TransformError(report(text, rows, mend))
     values = [x.value if isinstance(x, Local) else x for x in args]
     named = {key: x.value if isinstance(x, Local) else x for key, x in kwargs.items()}
@@ -459,34 +446,32 @@ def _unflatten_in_torch(children: Iterable[Any], aux: _Aux) -> Local:
         rule = "cannot give the Jacobian of nodes with respect to nodes: it knows what one rank holds of them."
         raise TransformError(report(f"torch.func {rule}", rows, "Use fs.jacfwd, or fs.hessian in the place of both."))
     node = Local(value, *aux)
+    # jacfwd seeds one tangent per element of `value`, on every rank at once: the wrong columns for a sharded leaf.
     if (node.slices or node.sharding.simplified().spec.all_axes) and _functorch.is_called_by_jacfwd():
-        rule = (
-            "cannot differentiate with respect to sharded leaves: they would change an element of every shard at once."
-        )
-        mend = "Use fs.jacfwd and fs.hessian, which know the full leaves."
-        raise TransformError(
-            report(f"torch.func.jacfwd and hessian {rule}", [str(typeof(Local(value[0], *aux)))], mend)
-        )
+        rule = "cannot differentiate with respect to sharded leaves: they would perturb every shard at once."
+        rows = [str(typeof(Local(value[0], *aux)))]
+        mend = "Use fs.jacfwd and fs.hessian, which differentiate with respect to the full leaves."
+        raise TransformError(report(f"torch.func.jacfwd and hessian {rule}", rows, mend))
     return node
 
 
-# A node of torch's trees, so that torch.func transforms reach its tensor; a leaf of our own: no function that takes
-# tensors may take a rank's part for the leaf.
+# A node in torch's pytrees, so that torch.func transforms reach its tensor; a leaf in ours, so that no function over
+# tensors mistakes a shard for the leaf.
 torch_pytree.register_pytree_node(
     Local, lambda node: ([node.value], (node.sharding, node.shape, node.slices)), _unflatten_in_torch
 )
 
 
 def to_local(x: DTensor) -> Local:
-    """The in-flight form of a DTensor: shares its memory, carries no gradient history."""
-    # One that is on a slice of a mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
+    """Convert a DTensor to a `Local` that shares its memory, without autograd history."""
+    # A DTensor on a slice of its mesh, because of assignments, counts as on the full mesh, whose groups all ranks have.
     sharding, slices = _in_flight(x.device_mesh, tuple(x.placements))
     return Local(local_of(x), sharding, tuple(x.shape), slices)
 
 
 @cache_on_mesh()
 def _in_flight(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[NamedSharding, tuple[str, ...]]:
-    """The sharding of a `Local`, on the whole mesh, and the axes of its slices, for a DTensor so placed."""
+    """Return a `Local`'s sharding on the full mesh, and the axes of its slices, for placements of a DTensor."""
     base = mesh_view.base(mesh)
     sharding = _from_placements(mesh, placements)
     if base.whole is None:
@@ -497,9 +482,9 @@ def _in_flight(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Nam
 
 
 def opened(values: tree.Tree) -> tuple[list[Any], Callable[[Sequence[Any]], tree.Tree]]:
-    """The leaves of a tree with the tensors of `Local` nodes in their place, and what makes such a tree of others."""
+    """Flatten a tree to plain tensors, also those in `Local`s, and return them with the function that rebuilds it."""
     leaves, spec = tree.flatten(values)
-    # Not the nodes themselves: keeping `closed` for backward must not keep tensors alive.
+    # Static fields only: keeping `closed` for backward must not keep tensors alive.
     nodes = [(x.sharding, x.shape, x.slices) if isinstance(x, Local) else None for x in leaves]
 
     def closed(flat: Sequence[Any]) -> tree.Tree:
@@ -510,12 +495,12 @@ def opened(values: tree.Tree) -> tuple[list[Any], Callable[[Sequence[Any]], tree
 
 
 def local_of(x: Tensor) -> Tensor:
-    """The local tensor of a DTensor, without history; another tensor is its own."""
+    """Return the local tensor of a DTensor, without autograd history; return other tensors as they are."""
     return _compat.local_tensor(x).detach() if isinstance(x, DTensor) else x
 
 
 def like(x: DTensor, local: Tensor) -> DTensor:
-    """Another local tensor in the place of a DTensor's: same shape, same sharding."""
+    """Make a DTensor with the shape and sharding of `x` from a new local tensor."""
     local = local.detach()
     if local.dtype == x.dtype:
         return _compat.like_dtensor(x, local)
@@ -527,15 +512,15 @@ class LeafType:
     """Shape, dtype and sharding of a leaf; prints as `float32[8, 512@dp, 1536]`."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype  # element type
-    sharding: NamedSharding | None = None  # None for a tensor that is on no mesh
+    dtype: torch.dtype
+    sharding: NamedSharding | None = None  # None for a plain tensor
 
     def __str__(self) -> str:
-        def cut(dim: int) -> str:
+        def axes_text(dim: int) -> str:
             axes = self.sharding.spec.axes(dim) if self.sharding else ()
             return f"@{'*'.join(axes)}" if axes else ""
 
-        dims = ", ".join(f"{size}{cut(dim)}" for dim, size in enumerate(self.shape))
+        dims = ", ".join(f"{size}{axes_text(dim)}" for dim, size in enumerate(self.shape))
         partial = self.sharding.partial if self.sharding else ()
         tail = f" unreduced over {', '.join(partial)}" if partial else ""
         if self.sharding and self.sharding.owned:
@@ -545,10 +530,16 @@ class LeafType:
 
 @public
 def typeof(x: Any) -> LeafType:
-    """The type of a leaf: a DTensor at rest, a `Local` in flight, a plain tensor, or anything with shape and dtype.
+    """Return the shape, dtype and sharding of a leaf.
+
+    Args:
+        x: A DTensor, a `Local`, a plain tensor, or anything with `shape` and `dtype`.
+
+    Returns:
+        A `LeafType`; its `sharding` is None unless `x` is a DTensor or a `Local`.
 
     Raises:
-        ArgumentError: something without shape or dtype.
+        ArgumentError: `x` has no shape or dtype.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -561,5 +552,5 @@ def typeof(x: Any) -> LeafType:
     if isinstance(x, Local):
         return LeafType(x.shape, x.value.dtype, x.sharding)
     if not isinstance(getattr(x, "dtype", None), torch.dtype) or not hasattr(x, "shape"):
-        raise refuse("a leaf", x, "Give a tensor; fs.tree.map(fs.typeof, tree) is for trees.")
+        raise refuse("a leaf", x, "Pass a tensor; for trees, write fs.tree.map(fs.typeof, tree).")
     return LeafType(tuple(x.shape), x.dtype)

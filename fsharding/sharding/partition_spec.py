@@ -1,6 +1,6 @@
-"""Which mesh axes cut which tensor dims, in pure Python: `P` for one leaf, `AxisRules` for a model's named dims.
+"""Which mesh axes shard which dims: `P` for one leaf, `AxisRules` for the named dims of a model.
 
-Guarantee: no axis stands twice in a spec.
+Guarantee: a spec contains no axis twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _axes_of(entry: Entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-_ENTRY = "Give an axis such as 'dp', a tuple of axes, or None."
+_ENTRY = "Pass an axis such as 'dp', a tuple of axes, or None."
 
 
 def _is_entry(entry: object) -> bool:
@@ -32,10 +32,15 @@ def _is_entry(entry: object) -> bool:
 
 
 class PartitionSpec(tuple[Entry, ...]):
-    """One entry for each tensor dim: None, an axis, or a tuple of axes, major first; missing entries are None.
+    """The mesh axes that shard each dim of a tensor. `fs.P` is short for it.
+
+    Trailing None entries are dropped, and `("dp",)` equals `"dp"`, as in JAX.
+
+    Args:
+        *entries: For each dim None, an axis, or a tuple of axes, major first; missing ones are None.
 
     Raises:
-        SpecError: an axis that does not exist, or one that stands twice, or an entry that is no axis at all.
+        SpecError: An entry that isn't an axis of `fs.make_mesh`, or an axis that occurs twice.
 
     Example:
         >>> fs.P("tp", ("dp", "replica"))
@@ -46,39 +51,39 @@ class PartitionSpec(tuple[Entry, ...]):
 
     @public
     def __new__(cls, *entries: Entry) -> PartitionSpec:
-        """Makes a spec; `P("dp", None) == P("dp")` and `P(("dp",)) == P("dp")`."""
+        """Make a spec; `P("dp", None) == P("dp")` and `P(("dp",)) == P("dp")`."""
         if odd := [entry for entry in entries if not _is_entry(entry)]:
             raise SpecError(message(f"got {odd[0]!r} for a dim.", mend=_ENTRY))
-        cuts = [_axes_of(entry) for entry in entries]
-        flat = [axis for cut in cuts for axis in cut]
+        by_dim = [_axes_of(entry) for entry in entries]
+        flat = [axis for axes in by_dim for axis in axes]
         for axis in flat:
             if axis not in AXES:
                 raise SpecError(message(unknown_axis(axis)))
         twice = sorted({axis for axis in flat if flat.count(axis) > 1})
         if twice:
             text = ", ".join(repr(entry) for entry in entries)
-            raise SpecError(report(f"P({text}) uses {', '.join(twice)} twice.", mend="An axis cuts one dim at most."))
-        while cuts and not cuts[-1]:
-            cuts.pop()
-        return super().__new__(cls, (None if not cut else cut[0] if len(cut) == 1 else cut for cut in cuts))
+            raise SpecError(report(f"P({text}) uses {', '.join(twice)} twice.", mend="An axis shards at most one dim."))
+        while by_dim and not by_dim[-1]:
+            by_dim.pop()
+        return super().__new__(cls, (None if not axes else axes[0] if len(axes) == 1 else axes for axes in by_dim))
 
     def axes(self, dim: int) -> tuple[str, ...]:
-        """The axes that cut a dim, major first."""
+        """Return the axes that shard a dim, major first."""
         return _axes_of(self[dim]) if dim < len(self) else ()
 
     @property
     def all_axes(self) -> tuple[str, ...]:
-        """Every axis that cuts some dim."""
+        """All axes of the spec, dim by dim."""
         return tuple(axis for dim in range(len(self)) for axis in self.axes(dim))
 
     def replace(self, dim: int, axes: Sequence[str]) -> PartitionSpec:
-        """The same spec with other axes on one dim."""
-        cuts: list[Entry] = [self.axes(d) for d in range(max(len(self), dim + 1))]
-        cuts[dim] = tuple(axes)
-        return PartitionSpec(*cuts)
+        """Return this spec with different axes on one dim."""
+        entries: list[Entry] = [self.axes(d) for d in range(max(len(self), dim + 1))]
+        entries[dim] = tuple(axes)
+        return PartitionSpec(*entries)
 
     def drop(self, dim: int = 0) -> PartitionSpec:
-        """The spec of one index along a dim: that dim's entry is gone."""
+        """Return this spec without the entry of a dim, for one index along it."""
         return PartitionSpec(*(entry for d, entry in enumerate(self) if d != dim))
 
     def __repr__(self) -> str:
@@ -93,11 +98,11 @@ P = PartitionSpec
 
 @dataclass(frozen=True)
 class Fused:
-    """The name of a dim that is made of parts, each of which an axis cuts by itself: q, k and v, or gate and up.
+    """The name of a dim that concatenates parts, each of which is sharded separately: q, k and v, or gate and up.
 
     Attributes:
-        name: the dim name, for the rules.
-        sizes: of the parts, in order.
+        name: Dim name, looked up in the rules.
+        sizes: Sizes of the parts, in order.
 
     Example:
         >>> fs.Fused("heads", (64, 16, 16)).sizes
@@ -111,23 +116,26 @@ class Fused:
         return f"Fused({self.name!r}, {self.sizes})"
 
 
-DimName: TypeAlias = str | Fused | None  # the name of a dim in a model; None for one that no rule cuts
+DimName: TypeAlias = str | Fused | None  # the name of a dim in a model; None for one that no rule shards
 
 
 def rule_name(name: DimName) -> str | None:
-    """Under which name the rules speak of a dim."""
+    """Return the name under which rules list a dim."""
     return name.name if isinstance(name, Fused) else name
 
 
 class AxisRules(Immutable, Mapping[str, tuple[str, ...]], instead="rules = rules.replace({name}=...)"):
-    """Which axes cut each named dim of a model: `AxisRules(layers="pp", embed=("dp", "ep", "cp"), heads="tp")`.
+    """The mesh axes that shard each named dim, such as `AxisRules(embed=("dp", "ep", "cp"), heads="tp")`.
 
-    A name that should never be cut gets None. Data axes (`dp`, `ep`, `cp`) say where a leaf is cut when the strategy
-    cuts it at all; a leaf with no such dim is cut along its first free one. A pure, hashable value.
+    The strategy decides whether a leaf is sharded over data axes (`dp`, `ep`, `cp`), the rules along which dim: a leaf
+    without such a dim is sharded along its first dim that no other axis shards. Hashable and immutable.
+
+    Args:
+        **dims: By dim name an axis, a tuple of axes, or None for a dim that is never sharded.
 
     Raises:
-        SpecError: an axis that does not exist.
-        ArgumentError: rules without the names of their dims, such as a dict.
+        SpecError: An unknown axis.
+        ArgumentError: Positional arguments, such as a dict.
 
     Example:
         >>> rules = fs.AxisRules(mlp=("tp",), embed=None)
@@ -137,7 +145,7 @@ class AxisRules(Immutable, Mapping[str, tuple[str, ...]], instead="rules = rules
 
     @public
     def __init__(self, *unnamed: Never, **dims: Entry) -> None:
-        """Makes the rules from axis or axes by dim name; `unnamed` is refused."""
+        """Make rules from keywords; positional arguments raise an error."""
         if unnamed:
             mend = 'Write fs.AxisRules(**rules) of a dict, or fs.AxisRules(mlp="tp", embed=None).'
             raise refuse("axes by the names of dims", unnamed[0], mend)
@@ -169,17 +177,17 @@ class AxisRules(Immutable, Mapping[str, tuple[str, ...]], instead="rules = rules
         return f"AxisRules({', '.join(f'{name}={axes!r}' for name, axes in self._dims.items())})"
 
     def replace(self, **dims: Entry) -> AxisRules:
-        """The same rules with some names changed or added."""
+        """Return these rules with some names changed or added."""
         return AxisRules(**{**self._dims, **dims})
 
     def hint(self, name: str) -> str:
-        """The edit that mends an unknown dim name."""
+        """Return the edit that fixes an unknown dim name."""
         if name in AXES:
             return f"{name!r} is an axis of the mesh. Name the dim, such as 'mlp', with the rule mlp={name!r}."
-        return f"Add {name}=None to the AxisRules, or the axes that cut it.{did_you_mean(name, self._dims)}"
+        return f"Add {name}=None to the AxisRules, or the axes that shard it.{did_you_mean(name, self._dims)}"
 
 
 DEFAULT_RULES = AxisRules(
     layers="pp", embed=("dp", "ep", "cp"), heads="tp", kv_heads="tp", head_dim=None, mlp="tp", vocab="tp", expert="ep"
 )
-"""Tensor parallelism and the data axes on different dims of every leaf."""
+"""Default rules: tensor parallelism and data axes shard different dims of each leaf."""

@@ -1,6 +1,6 @@
-"""Random numbers as pure functions of a key; any slice of a global draw is computed where it is needed.
+"""Random arrays as pure functions of a key: each rank computes only its slice of a global array.
 
-Guarantee: every layout gives bitwise the same values, and no rank holds more than its slice and one block.
+Guarantee: every layout gives bitwise equal values, and a rank never stores more than its slice and one block.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ __all__ = [
     "split", "uniform", "zeros",
 ]  # fmt: skip
 
-BLOCK = 1 << 18
-"""Largest number of elements that are drawn at once on the host."""
+BLOCK = 1 << 18  # elements drawn at once on the host; part of the definition of every array, so never change it
 
-_BLOCKS_AT_ONCE = 64  # blocks that are drawn at once on a device: what is in between takes 128 MB there
+_BLOCKS_AT_ONCE = 64  # blocks drawn at once on a device: intermediate words take 128 MB there
 
 _WORD = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -44,29 +43,33 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 @public
 def key(seed: int) -> Tensor:
-    """Make a key from a seed: int64[2], the high and the low 32 bits.
+    """Make a key from a seed. Different seeds give different keys.
 
     Args:
-        seed: an integer with 0 <= seed < 2**64; NumPy integers are accepted.
+        seed: Integer in [0, 2**64), Python or NumPy; others raise a `RandomKeyError`.
 
-    Raises:
-        RandomKeyError: the seed isn't an integer, or is out of range. Two seeds never make one key.
+    Returns:
+        int64[2]: the high and low 32 bits of the seed.
 
     Example:
         >>> fs.random.key(42)
         tensor([ 0, 42])
     """
     seed = _integer("seed", seed, 64)
-    with _compat.with_values():  # a key is a value of the host, also where tensors are fake
+    with _compat.with_values():  # keys are real host tensors even under FakeTensorMode
         return torch.tensor([(seed >> 32) & _WORD, seed & _WORD], dtype=torch.int64)
 
 
 @public
 def split(key: Tensor, n: int = 2) -> Tensor:
-    """`n` independent keys: int64[n, 2]. Use each of them, and the old key no more.
+    """Split a key into independent keys. Don't use the old key again.
 
-    Raises:
-        RandomKeyError: `key` isn't a key, or `n` isn't an integer with 0 <= n < 2**32.
+    Args:
+        key: Random key, int64[2].
+        n: Number of keys, in [0, 2**32); others raise a `RandomKeyError`.
+
+    Returns:
+        int64[n, 2], a key per row.
 
     Example:
         >>> w_key, b_key = fs.random.split(fs.random.key(0))
@@ -81,16 +84,17 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 
 @public
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """Make a key from a key and a number, such as a step or a layer: int64[2].
+    """Derive a key from a key and a number, such as a step or a layer.
+
+    Different numbers give different keys, which also differ from those of `split`.
 
     Args:
-        key: int64[2], a random key.
-        data: an integer with 0 <= data < 2**63, or a 0-d tensor of an integer dtype. The value of a tensor on a device
-            or inside a transform is not read, so its range is not checked; its 63 low bits count.
+        key: Random key, int64[2].
+        data: Integer in [0, 2**63), or a 0-d integer tensor; others raise a `RandomKeyError`. A tensor on a device or
+            inside a transform isn't read, so its range isn't checked; its low 63 bits count.
 
-    Raises:
-        RandomKeyError: `key` isn't a key; or `data` isn't an integer, or is out of range. Two numbers in the range
-            never give one key, nor a key that `split` gives.
+    Returns:
+        int64[2].
 
     Example:
         >>> key = fs.random.key(0)
@@ -103,18 +107,18 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
             raise _no_integer("data", type_text(tuple(data.shape), data.dtype), 63)
         return fold_in_count(_checked(key), data)
     number = _integer("data", data, 63)
-    # The first word is at least 1, and 0 in `split`, whose keys are others.
+    # The first word is at least 1; `split` has 0, so their keys are different.
     count = (1 + (number >> 32), number & _WORD)
     with _where_computed(_checked(key)):
         if _is_readable(key):
-            # A model derives hundreds of keys, and a hundred operations on tensors of two elements take a while.
+            # In Python integers: a model derives hundreds of keys, each of which takes a hundred tensor operations.
             high, low = key.tolist()
             return torch.tensor(_rounds((high, low), count), dtype=torch.int64)
         return torch.stack(_rounds(key.unbind(-1), count), -1)
 
 
 def fold_in_count(key: Tensor, count: Tensor) -> Tensor:
-    """As `fold_in` of a number that is on a device: int64[2] there, and the host does not read it."""
+    """Derive a key like `fold_in` from a number on a device, without reading it on the host."""
     number = count.to(torch.int64)
     if _is_readable(key):
         with _compat.with_values():
@@ -125,7 +129,7 @@ def fold_in_count(key: Tensor, count: Tensor) -> Tensor:
 
 
 def _integer(name: str, x: Any, bits: int) -> int:
-    """An integer from 0 to 2**bits - 1. Others are refused: masked, they would give the key of another number."""
+    """Return an integer in [0, 2**bits); raise for others, whose low bits would give the key of a different number."""
     is_bool = isinstance(x, bool) or getattr(x, "dtype", None) == torch.bool
     try:
         number = -1 if is_bool else operator.index(x)
@@ -137,11 +141,11 @@ def _integer(name: str, x: Any, bits: int) -> int:
 
 
 def _no_integer(name: str, got: str, bits: int) -> RandomKeyError:
-    return RandomKeyError(message(f"got {name}={got}.", mend=f"Give an integer from 0 to 2**{bits} - 1."))
+    return RandomKeyError(message(f"got {name}={got}.", mend=f"Pass an integer from 0 to 2**{bits} - 1."))
 
 
 def _where_computed(key: Tensor) -> AbstractContextManager[Any]:
-    """Keys are values of the host, also where tensors are fake, unless the key itself is."""
+    """Compute real tensors under FakeTensorMode, unless the key itself is fake."""
     return nullcontext() if _compat.is_fake(key) else _compat.with_values()
 
 
@@ -154,12 +158,12 @@ def _checked(key: Tensor) -> Tensor:
 
 
 def _is_readable(key: Tensor) -> bool:
-    """Whether a key has its numbers on the host: it is no value of a transform, of a graph or of a device."""
+    """Return whether the host can read a key without a sync: not on a device, in a transform or in a graph."""
     return type(key) is Tensor and key.is_cpu and not (_functorch.in_functorch() or torch.compiler.is_compiling())
 
 
 def _rounds(key: Sequence[Any], count: Sequence[Any]) -> tuple[Any, Any]:
-    """The 20 rounds of Threefry-2x32 on words of 32 bits each: tensors of them, or numbers."""
+    """Compute Threefry-2x32-20 (Salmon et al., SC 2011) on 32-bit words, which are tensors or integers."""
     (k0, k1), (x0, x1) = key, count
     schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
     x0 = (x0 + k0) & _WORD
@@ -173,20 +177,17 @@ def _rounds(key: Sequence[Any], count: Sequence[Any]) -> tuple[Any, Any]:
     return x0, x1
 
 
-_VALUES = (
-    "Parameters with values are those of a state, fs.init_state(init, opt, key, layout).params; draw.tensor() gives all"
-    " values of one draw."
-)
+_VALUES = "Use fs.init_state(init, opt, key, layout).params for parameters, draw.tensor() for one LazyTensor."
 _OF_TENSORS = ("T", "mT", "mean", "norm", "numpy", "reshape", "std", "sum", "to", "view", "requires_grad_", "normal_")
-_DRAWN = "Say so to the function that draws, such as fs.random.normal(key, shape, std=0.02, mean=1.0)."
+_DRAWN = "Pass scale and offset to the function that draws, such as fs.random.normal(key, shape, std=0.02, mean=1.0)."
 
 
 def _refusal(use: str, mend: str) -> ArgumentError:
-    return ArgumentError(report(f"fs.random gives draws, which are lazy, and one of them {use}.", mend=mend))
+    return ArgumentError(report(f"fs.random returns lazy tensors, which have no values yet, and one {use}.", mend=mend))
 
 
 def _refuses(use: str) -> Any:
-    """A method that refuses: a draw is no tensor."""
+    """Make a method that raises, since a `LazyTensor` isn't a tensor."""
 
     def refuse(draw: LazyTensor, *args: Any, **kwargs: Any) -> Any:
         of_values = "tensor" in use or "NumPy" in use or any(isinstance(x, Tensor) for x in args)
@@ -197,15 +198,15 @@ def _refuses(use: str) -> Any:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A lazy random array: shape and dtype are known, values are computed for whatever box is asked.
+    """A random array without values yet: each rank computes the slices that it stores.
 
     Attributes:
-        shape: global shape.
-        dtype: element type.
-        kind: "normal", "uniform", "bernoulli" or "full".
-        low: lower end of "uniform", probability of "bernoulli", value of "full", mean of "normal".
-        scale: width of "uniform", standard deviation of "normal".
-        words: the key: two numbers, or two 0-d tensors of a device that the host does not read.
+        shape: Global shape.
+        dtype: Dtype of the elements.
+        kind: Distribution: "normal", "uniform", "bernoulli" or "full".
+        low: Lower end of "uniform", probability of "bernoulli", value of "full", or mean of "normal".
+        scale: Width of "uniform", or standard deviation of "normal".
+        words: Two words of the key: integers, or 0-d device tensors that the host doesn't read.
 
     Example:
         >>> draw = fs.random.normal(fs.random.key(0), (1000, 8))
@@ -226,38 +227,35 @@ class LazyTensor:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """No function of torch takes a draw, which has no values yet."""
-        raise _refusal(f"goes into torch's {func.__name__}", _VALUES)
+        """Refuse every torch function."""
+        raise _refusal(f"is passed to torch's {func.__name__}", _VALUES)
 
-    # A draw says all that its slices are computed from; what came after it would be computed on every rank apart.
+    # Slices are computed from these fields only, so arithmetic on a `LazyTensor` would have to be recorded.
     __mul__ = __rmul__ = __truediv__ = _refuses("is multiplied or divided")
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuses("is added or subtracted")
     __matmul__ = __rmatmul__ = __pow__ = __getitem__ = __iter__ = _refuses("is used as a tensor")
-    __array__ = _refuses("goes into NumPy")
+    __array__ = _refuses("is converted to NumPy")
 
     def tensor(self, *, device: torch.device | str = "cpu") -> Tensor:
-        """The whole array."""
+        """Compute the full array on a device."""
         return self.slice(boxes.full(self.shape), device=device)
 
     @public
     def slice(self, box: Box, *, device: torch.device | str = "cpu") -> Tensor:
-        """The values inside a box of the global array.
+        """Compute the values in a box of the global array.
 
         Args:
-            box: half-open range for each dim.
-            device: where the result lives. Values are drawn on the CPU, so that they are the same everywhere; under a
-                key of a device, uniform ones are drawn there, bit for bit.
+            box: Half-open index range per dim; one outside of the array raises a `LayoutError`.
+            device: Device of the result. Values are drawn on the CPU, so they are equal on all devices; with a key on a
+                device, all but normal ones are drawn there, bitwise equal.
 
         Returns:
-            A tensor of the box's shape.
-
-        Raises:
-            LayoutError: the box is not inside the array.
+            A tensor in the shape of the box.
         """
         inside = all(0 <= start <= stop <= size for (start, stop), size in zip(box, self.shape, strict=False))
         if len(box) != len(self.shape) or not inside:
             text = f"cannot draw {list(box)} of an array of shape {list(self.shape)}."
-            raise LayoutError(message(text, mend="Give a range inside the array for each dim."))
+            raise LayoutError(message(text, mend="Pass a range inside of the array for each dim."))
         if self.kind == "full":
             return torch.full(boxes.shape_of(box), self.low, dtype=self.dtype, device=device)
         if isinstance(self.words[0], Tensor) and self.kind != "normal":
@@ -274,7 +272,7 @@ class LazyTensor:
         return out.to(device)
 
     def _on_device(self) -> Tensor:
-        """The whole array, of equal blocks at once, on the device of the key."""
+        """Draw the full array on the device of the key, blocks of equal size at once."""
         words = cast("tuple[Tensor, Tensor]", self.words)
         runs: list[Tensor] = []
         for count, run in itertools.groupby(_blocks(self.shape), lambda block: boxes.volume(block[1])):
@@ -285,7 +283,7 @@ class LazyTensor:
         return self._scaled(torch.cat(runs)).view(self.shape).to(self.dtype)
 
     def _scaled(self, values: Tensor) -> Tensor:
-        """Uniform values in [0, 1) as the kind has them."""
+        """Map uniform values in [0, 1) to the distribution."""
         return values < self.low if self.kind == "bernoulli" else values.mul_(self.scale).add_(self.low)
 
     def _block(self, words: Sequence[Tensor | int], index: int, count: int) -> Tensor:
@@ -298,7 +296,7 @@ class LazyTensor:
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
-    """Cuts an array into boxes of at most BLOCK elements, contiguous in memory; depends on the shape alone."""
+    """Yield contiguous boxes of at most BLOCK elements; they depend only on the shape, and so do the values."""
     inner = len(shape)
     while inner > 0 and math.prod(shape[inner - 1 :]) <= BLOCK:
         inner -= 1
@@ -317,7 +315,7 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
-        mend = "Give whole numbers from 0, one for each dim."
+        mend = "Pass an integer from 0 for each dim."
         raise LayoutError(report(f"fs.random cannot draw an array of shape {tuple(shape)}.", mend=mend))
     return tuple(shape)
 
@@ -328,7 +326,7 @@ def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low:
 
 
 def _words_of(key: Tensor) -> tuple[int, int] | tuple[Tensor, Tensor]:
-    """The words of a key that is drawn with: numbers where the host has them, which an observer is shown."""
+    """Return the words of a key: integers if the host can read it, which are reported to the observer."""
     if not key.is_cpu or _compat.is_fake(key):
         with _where_computed(key):
             high_word, low_word = key.unbind(-1)
@@ -344,7 +342,7 @@ _observer: ContextVar[Callable[[tuple[int, int]], None] | None] = ContextVar("fs
 
 
 def observing_draws(observe: Callable[[tuple[int, int]], None]) -> AbstractContextManager[None]:
-    """Call `observe` with the key of each draw that is made inside the block."""
+    """Call `observe` with the key of each array that is drawn in the block."""
     return scoped(_observer, observe)
 
 
@@ -352,7 +350,16 @@ def observing_draws(observe: Callable[[tuple[int, int]], None]) -> AbstractConte
 def normal(
     key: Tensor, shape: Sequence[int], *, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> LazyTensor:
-    """A lazy array of normal values.
+    """Draw a lazy array of normal values.
+
+    Args:
+        key: Random key, int64[2].
+        shape: Global shape.
+        std, mean: Standard deviation and mean.
+        dtype: Dtype of the array; values are drawn in float32 and rounded.
+
+    Returns:
+        A `LazyTensor`.
 
     Example:
         >>> draw = fs.random.normal(fs.random.key(0), (256, 256), std=0.02, dtype=torch.bfloat16)
@@ -366,7 +373,16 @@ def normal(
 def uniform(
     key: Tensor, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> LazyTensor:
-    """A lazy array of values that are uniform in [low, high).
+    """Draw a lazy array of values uniform in [low, high).
+
+    Args:
+        key: Random key, int64[2].
+        shape: Global shape.
+        low, high: Ends of the range.
+        dtype: Dtype of the array; values are drawn in float32 and rounded, possibly to `high`.
+
+    Returns:
+        A `LazyTensor`.
 
     Example:
         >>> x = fs.random.uniform(fs.random.key(0), (1000,), low=-1.0, high=1.0).tensor()
@@ -378,10 +394,15 @@ def uniform(
 
 @public
 def bernoulli(key: Tensor, shape: Sequence[int], p: float) -> LazyTensor:
-    """A lazy bool array that is true with probability `p`, such as a mask.
+    """Draw a lazy bool array, such as a mask.
 
-    Raises:
-        ArgumentError: `p` is no probability, or `shape` and `p` are swapped.
+    Args:
+        key: Random key, int64[2].
+        shape: Global shape.
+        p: Probability of True, in [0, 1]; others raise an `ArgumentError`.
+
+    Returns:
+        A `LazyTensor` of dtype bool.
 
     Example:
         >>> mask = fs.random.bernoulli(fs.random.key(0), (1000,), 0.9).tensor()
@@ -395,20 +416,19 @@ def bernoulli(key: Tensor, shape: Sequence[int], p: float) -> LazyTensor:
 
 @public
 def dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
-    """Zeroes each element with probability `p`, and divides the others by `1 - p`, so that the mean stays.
+    """Zero elements with probability `p` and divide the others by `1 - p` (Srivastava et al. 2014).
 
-    The mask follows from the key and the shape of `x` alone: equal on every rank that has this key. Give each data rank
-    a key of its own with `for_rank`, and each call one of its own with `split` or `fold_in`.
+    The mask is a function of the key and the shape of `x`, so ranks with equal keys have equal masks. Derive a key per
+    data rank with `for_rank`, and per call with `split` or `fold_in`.
 
     Args:
-        x: any shape, floating point.
-        p: probability of a zero, in [0, 1).
-        key: int64[2]; None leaves `x` as it is. A train step gives a loss function with a parameter `key` one of its
-            own, and `fs.evaluate` gives None.
+        x: Floating-point tensor of any shape.
+        p: Probability of a zero, in [0, 1); others raise an `ArgumentError`.
+        key: Random key, int64[2]; None returns `x`. A train step passes a new key per step to a loss function with a
+            parameter `key`; `fs.evaluate` passes None.
 
-    Raises:
-        ArgumentError: `p` is no probability below 1.
-        RandomKeyError: no key.
+    Returns:
+        A tensor in the shape and dtype of `x`.
 
     Example:
         >>> x = fs.random.dropout(torch.ones(1000), 0.25, fs.random.key(0))
@@ -426,13 +446,14 @@ def dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
 
 @public
 def for_rank(key: Tensor, mesh: Mesh | None = None) -> Tensor:
-    """A key of this rank's own, int64[2]: equal on two ranks exactly if they see the same tokens.
-
-    Ranks along `tp` and `pp` see the same tokens, so they draw alike.
+    """Derive a key for this rank; ranks that process the same tokens, along `tp` and `pp`, get the same key.
 
     Args:
-        key: the same on all ranks.
-        mesh: by default the current one, which inside a loss function is the parameters' mesh.
+        key: Random key, int64[2], equal on all ranks.
+        mesh: Mesh of the ranks; default: the current one, which inside of a loss function is the parameters' mesh.
+
+    Returns:
+        int64[2].
 
     Example:
         >>> fs.random.for_rank(fs.random.key(0), fs.make_mesh(dp=-1, device="cpu")).shape
@@ -446,13 +467,21 @@ def _check_probability(p: Any, hint: str = "", *, below_one: bool = False) -> No
     most = "below 1" if below_one else "to 1"
     is_number = isinstance(p, int | float) and not isinstance(p, bool)
     if not is_number or not 0 <= p <= 1 or (below_one and p == 1):
-        mend = f"Give a probability from 0 {most}.{hint}"
+        mend = f"Pass a probability from 0 {most}.{hint}"
         raise ArgumentError(message(f"got p={p!r}.", mend=mend))
 
 
 @public
 def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32) -> LazyTensor:
-    """A lazy array of one value.
+    """Make a lazy array of one value.
+
+    Args:
+        shape: Global shape.
+        value: Value of the elements.
+        dtype: Dtype of the array.
+
+    Returns:
+        A `LazyTensor`.
 
     Example:
         >>> fs.random.full((2, 2), 0.5).tensor()
@@ -464,7 +493,13 @@ def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float
 
 @public
 def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTensor:
-    """A lazy array of zeros.
+    """Make a lazy array of zeros.
+
+    Args:
+        shape, dtype: Global shape and dtype.
+
+    Returns:
+        A `LazyTensor`.
 
     Example:
         >>> fs.random.zeros((3,), dtype=torch.bfloat16).tensor()
@@ -475,7 +510,13 @@ def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTe
 
 @public
 def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTensor:
-    """A lazy array of ones.
+    """Make a lazy array of ones.
+
+    Args:
+        shape, dtype: Global shape and dtype.
+
+    Returns:
+        A `LazyTensor`.
 
     Example:
         >>> params = {"scale": fs.random.ones((1 << 20,))}  # takes no memory yet

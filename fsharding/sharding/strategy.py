@@ -1,6 +1,6 @@
-"""Strategies: which of params, grads and opt_state are cut over the data axes, and over the outer `replica` axis.
+"""Strategies: which of params, grads and opt_state are sharded over the data axes, and over the outer `replica` axis.
 
-Guarantee: the strategy never changes a loss, only where bytes live and when they move.
+Guarantee: a strategy changes memory and communication, never the loss.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Strategy:
-    """Says which tensors are cut over the data axes, and which of them over `replica` as well.
+    """What is sharded over the data axes `dp`, `ep` and `cp`, and over the outer `replica` axis.
+
+    `fs.zero` and `fs.hybrid` make the usual ones (ZeRO, arXiv:1910.02054; MiCS, arXiv:2205.00119).
 
     Attributes:
-        params: cut the parameters over `dp`, `ep`, `cp`.
-        grads: cut the accumulated gradients; also: reduce them every microbatch instead of once a step.
-        opt_state: cut the optimizer's main parameters and moments.
-        replica_params: cut the parameters over `replica` too.
-        replica_grads: the same for accumulated gradients.
-        replica_opt_state: the same for main parameters and moments.
-        memory: what is kept elsewhere than on the device; see `with_memory`.
+        params: Whether parameters are sharded over the data axes.
+        grads: Whether accumulated gradients are, which are then reduce-scattered per microbatch, not once per step.
+        opt_state: Whether main parameters and moments are.
+        replica_params, replica_grads, replica_opt_state: Whether each is sharded over `replica` as well.
+        memory: Memory kinds other than the device's, by role and path; set by `with_memory`.
 
     Example:
         >>> print(fs.zero(2))
@@ -50,21 +50,23 @@ class Strategy:
 
     @public
     def with_memory(self, **memory: str | Mapping[str, str]) -> Strategy:
-        """Return the same strategy with other memory for some roles.
+        """Return this strategy with some roles in host memory or on disk.
 
-        Units are copied to the device when they are gathered, and an update runs through windows of leaves there, or
-        on the host.
+        Units are copied to the device when they are gathered. An update runs on the device, chunk by chunk, or on the
+        host. On a CPU, "host" changes nothing.
 
         Args:
-            **memory: by role, "device", "host" (pinned memory) or "disk" (a file in the directory `FSHARDING_DISK`).
-                Roles are `params`, `main` (main parameters), `moments` and `grads`. Main parameters are where the
-                parameters are unless it is said; in other memory they are kept apart. With `compute="host"` the CPU
-                updates leaves: moments and main parameters are on the host, or on disk if that is said. A dict gives
-                kinds by the path of a leaf or the beginning of several, as in `moments={"blocks": "host"}`; the
-                longest one counts. On a CPU, "host" changes nothing.
+            **memory: Memory kind by role: "device", "host" (pinned memory) or "disk" (a file in `$FSHARDING_DISK`). Or
+                a dict of kinds by path prefix, as in `moments={"blocks": "host"}`; the longest prefix counts. Roles
+                are `params`, `grads`, `moments`, `main` (main parameters; default: that of `params`; a separate copy
+                if different) and `compute`. `compute="host"` updates leaves on the CPU, with moments and main
+                parameters in host memory unless they are set to "disk".
+
+        Returns:
+            A `Strategy`; a role that is set replaces the earlier choice.
 
         Raises:
-            ConfigError: another role or kind; all of them are listed.
+            ConfigError: Unknown roles or memory kinds, all listed.
 
         Example:
             >>> print(fs.zero(3).with_memory(moments="host", main={"blocks": "disk"}))
@@ -77,20 +79,21 @@ class Strategy:
         return replace(self, memory=tuple(sorted(c for c in choices if c.role in away)))
 
     def memory_of(self, role: str, path: str) -> str:
-        """Return the kind of memory of a leaf in a role."""
+        """Return the memory kind of a leaf in a role."""
         return chosen_kind(self.memory, role, path)
 
     def cut(self, kind: str, axis: str) -> bool:
-        """Whether `kind` (params, grads, opt_state) is cut over a data axis."""
+        """Return whether `kind` (params, grads, opt_state) is sharded over a data axis."""
         return bool(getattr(self, f"replica_{kind}" if axis == "replica" else kind))
 
     @staticmethod
     @public
     def parse(name: str) -> Strategy:
-        """Return the strategy of a name: "zero0" to "zero3", "hsdp", "hfsdp", or a name of Megatron FSDP's.
+        """Return the strategy of a name.
 
-        Raises:
-            ConfigError: an unknown name.
+        Args:
+            name: "zero0" to "zero3", "hsdp", "hfsdp", or Megatron FSDP's "no_shard", "optim", "optim_grads" and
+                "optim_grads_params". Others raise a `ConfigError`.
 
         Example:
             >>> fs.Strategy.parse("zero3") == fs.zero(3)
@@ -101,24 +104,22 @@ class Strategy:
     def __str__(self) -> str:
         if self.memory:
             return f"{replace(self, memory=())} with {', '.join(map(str, self.memory))}"
-        for name, strategy in STRATEGIES.items():
-            if strategy == self:
-                return name
+        named = {strategy: name for name, strategy in reversed(STRATEGIES.items())}  # the first name of each wins
+        if self in named:
+            return named[self]
         kinds = ("params", "grads", "opt_state")
-        inner = Strategy(self.params, self.grads, self.opt_state)
-        name = next((name for name, strategy in STRATEGIES.items() if strategy == inner), None)
-        cut = ", ".join(f"{kind}={self.cut(kind, 'dp')}" for kind in kinds)
-        name = name or f"Strategy({cut})"
+        inner = ", ".join(f"{kind}={self.cut(kind, 'dp')}" for kind in kinds)
+        name = named.get(Strategy(self.params, self.grads, self.opt_state), f"Strategy({inner})")
         outer = [f"{kind}=True" for kind in kinds if self.cut(kind, "replica")]
         return f"hybrid({', '.join([name, *outer])})" if outer else name
 
 
 def strategy_of(name: Any) -> Strategy:
-    """Return the strategy of a name, or refuse it in the name of the public call."""
+    """Return the strategy of a name, or raise in the name of the public call."""
     if not isinstance(name, str) or name not in STRATEGIES:
         given = kind_of(name) if callable(name) else repr(name)
         known = f"Strategies are {', '.join(STRATEGIES)}.{_hint(name)}"
-        raise ConfigError(message(f"knows no strategy {given}.", mend=known))
+        raise ConfigError(message(f"got an unknown strategy, {given}.", mend=known))
     return STRATEGIES[name]
 
 
@@ -128,15 +129,21 @@ OPTIM_GRADS = Strategy(params=False, grads=True, opt_state=True)
 OPTIM_GRADS_PARAMS = Strategy(params=True, grads=True, opt_state=True)
 
 
-_LEVELS = "Levels are 0, which cuts nothing, 1, the optimizer state, 2, gradients too, and 3, parameters too."
+_LEVELS = "Levels are 0 (nothing is sharded), 1 (optimizer state), 2 (gradients too) and 3 (parameters too)."
 
 
 @public
 def zero(level: Literal[0, 1, 2, 3]) -> Strategy:
-    """ZeRO stage 0 to 3: nothing cut, optimizer state, and gradients, and parameters (Rajbhandari et al. 2020).
+    """Return a ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054); `zero(3)` is FSDP.
+
+    Args:
+        level: 0 shards nothing (DDP), 1 the optimizer state, 2 gradients as well, 3 parameters as well.
+
+    Returns:
+        A `Strategy` that shards over `dp`, `ep` and `cp`, but not over `replica`.
 
     Raises:
-        ConfigError: another level.
+        ConfigError: A level other than 0 to 3.
 
     Example:
         >>> fs.zero(3).params
@@ -144,7 +151,7 @@ def zero(level: Literal[0, 1, 2, 3]) -> Strategy:
     """
     levels = (NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS)
     if type(level) is not int or level not in range(4):
-        raise ConfigError(message(f"knows no level {level!r}.", mend=_LEVELS))
+        raise ConfigError(message(f"got an unknown level, {level!r}.", mend=_LEVELS))
     return levels[level]
 
 
@@ -152,16 +159,17 @@ def zero(level: Literal[0, 1, 2, 3]) -> Strategy:
 def hybrid(
     inner: Strategy = OPTIM_GRADS_PARAMS, *, params: bool = False, grads: bool = False, opt_state: bool = False
 ) -> Strategy:
-    """A strategy over the data axes, with an outer `replica` axis over which each part is cut or not.
+    """Combine a strategy over the data axes with an outer `replica` axis.
 
-    `hybrid()` is HSDP: shards inside, copies across `replica`. `hybrid(opt_state=True)` is HFSDP: the optimizer state
-    is cut over both. Every combination is allowed.
+    `hybrid()` is HSDP: sharded within a replica, copied across replicas (MiCS, Zhang et al. 2022, arXiv:2205.00119).
+    `hybrid(opt_state=True)` is Megatron's HFSDP, with the optimizer state sharded over both. Any combination works.
 
     Args:
-        inner: what is cut over `dp`, `ep`, `cp`.
-        params: cut the parameters over `replica` too.
-        grads: cut accumulated gradients over `replica` too.
-        opt_state: cut main parameters and moments over `replica` too.
+        inner: Strategy over `dp`, `ep` and `cp`; its memory kinds are kept.
+        params, grads, opt_state: Whether each is sharded over `replica` as well.
+
+    Returns:
+        A `Strategy`.
 
     Example:
         >>> print(fs.hybrid(fs.zero(3), opt_state=True))
@@ -173,26 +181,19 @@ def hybrid(
 HSDP = hybrid()
 HFSDP = hybrid(opt_state=True)
 
+# Strategies by name, in the order of `STRATEGY_NAMES`; each prints its first name.
 STRATEGIES: dict[str, Strategy] = {
-    "zero0": NO_SHARD,
-    "zero1": OPTIM,
-    "zero2": OPTIM_GRADS,
-    "zero3": OPTIM_GRADS_PARAMS,
-    "hfsdp": HFSDP,
-    "no_shard": NO_SHARD,
-    "optim": OPTIM,
-    "optim_grads": OPTIM_GRADS,
-    "optim_grads_params": OPTIM_GRADS_PARAMS,
+    "zero0": NO_SHARD, "zero1": OPTIM, "zero2": OPTIM_GRADS, "zero3": OPTIM_GRADS_PARAMS, "hfsdp": HFSDP,
+    "no_shard": NO_SHARD, "optim": OPTIM, "optim_grads": OPTIM_GRADS, "optim_grads_params": OPTIM_GRADS_PARAMS,
     "hsdp": HSDP,
-}
-"""Strategies by the names that the command line takes."""
+}  # fmt: skip
 
 
 def _hint(name: Any) -> str:
-    """A sentence about the strategy that is meant."""
+    """Return a sentence about the intended strategy."""
     if callable(name):
         return " Call it: fs.zero(3)."
     if not isinstance(name, str):
         level = name if type(name) is int and name in range(4) else 3
-        return f" Give a name or a value, such as fs.zero({level})."
+        return f" Pass a name or a value, such as fs.zero({level})."
     return meant_strategy(name)

@@ -97,7 +97,7 @@ def test_mistakes_on_two_ranks():
         assert same
         assert told["not gathered"] == [
             "NotGatheredError",
-            "fs.value_and_grad has a loss function in which a leaf goes into torch.nn.functional.linear before it is"
+            "fs.value_and_grad has a loss function in which a leaf is passed to torch.nn.functional.linear before it is"
             " gathered.",
             f"  params.head.w is {HOLDS[level]}",
             GATHER,

@@ -92,20 +92,20 @@ def in_loss(fn):
 
 # ------------------------------------------------------------------------------------------- leaves before their gather
 UNGATHERED = {
-    "goes into torch.nn.functional.linear": lambda p, b: F.linear(b["x"], p["body"]["w"]),
-    "goes into torch.stack": lambda p, b: torch.stack([p["body"]["w"]]),
-    "goes into NumPy": lambda p, b: np.asarray(p["body"]["w"]),
+    "is passed to torch.nn.functional.linear": lambda p, b: F.linear(b["x"], p["body"]["w"]),
+    "is passed to torch.stack": lambda p, b: torch.stack([p["body"]["w"]]),
+    "is converted to NumPy": lambda p, b: np.asarray(p["body"]["w"]),
     "is an operand of @": lambda p, b: b["x"] @ p["body"]["w"],
-    "is an operand of + beside a tensor": lambda p, b: p["body"]["w"] + torch.ones(8, 4),
-    "is an operand of * beside a tensor": lambda p, b: torch.ones(8, 4) * p["body"]["w"],
+    "is an operand of + with a plain tensor": lambda p, b: p["body"]["w"] + torch.ones(8, 4),
+    "is an operand of * with a plain tensor": lambda p, b: torch.ones(8, 4) * p["body"]["w"],
     "is an operand of **": lambda p, b: 2 ** p["body"]["w"],
     "is an operand of // or %": lambda p, b: p["body"]["w"] % 2,
     "is compared": lambda p, b: p["body"]["w"] > 0,
-    "is taken for a number": lambda p, b: float(p["body"]["w"]),
-    "is asked for .T": lambda p, b: p["body"]["w"].T,
-    "goes into torch.maximum beside a tensor": lambda p, b: torch.maximum(p["body"]["w"], torch.ones(8, 4)),
-    "is asked for .full_tensor": lambda p, b: p["body"]["w"].full_tensor(),
-    "is asked for .numpy": lambda p, b: p["body"]["w"].numpy(),
+    "is used as a number": lambda p, b: float(p["body"]["w"]),
+    "is accessed as .T": lambda p, b: p["body"]["w"].T,
+    "is passed to torch.maximum with a plain tensor": lambda p, b: torch.maximum(p["body"]["w"], torch.ones(8, 4)),
+    "is accessed as .full_tensor": lambda p, b: p["body"]["w"].full_tensor(),
+    "is accessed as .numpy": lambda p, b: p["body"]["w"].numpy(),
 }
 
 
@@ -249,34 +249,34 @@ MISTAKES = {
     ),
     "a dim without a rule": (
         SpecError,
-        "Add hidden=None to the AxisRules, or the axes that cut it.",
+        "Add hidden=None to the AxisRules, or the axes that shard it.",
         lambda at: fs.plan_layout({"w": torch.zeros(8, 4)}, at.mesh, names={"w": (None, "hidden")}),
     ),
     "names lack a leaf": (
         TreeError,
-        "Give names an entry for each leaf of the model, None for one without.",
+        "Give names an entry for each leaf of the model, None for a leaf without names.",
         lambda at: fs.plan_layout(at.tree, at.mesh, names={**at.names, "body": {"w": ("mlp", None)}}),
     ),
     "names have one more": (
         TreeError,
-        "Give names an entry for each leaf of the model, None for one without.",
+        "Give names an entry for each leaf of the model, None for a leaf without names.",
         lambda at: fs.plan_layout(at.tree, at.mesh, names={**at.names, "tail": ("mlp",)}),
     ),
     "names by dotted path": (
         TreeError,
-        "Nest names as the model is: a dict in a dict.",
+        "Nest names like the model: a dict in a dict.",
         lambda at: fs.plan_layout(
             at.tree, at.mesh, names={"body.b": ("mlp",), "body.w": ("mlp", None), "head.weight": (None, "mlp")}
         ),
     ),
     "names of wrong length": (
         LayoutError,
-        "  body.w is float32[8, 4] but has names ('mlp',): give ('mlp', None), say",
+        "  body.w is float32[8, 4] but has names ('mlp',): write ('mlp', None), for example",
         lambda at: fs.plan_layout(at.tree, at.mesh, names={**at.names, "body": {"w": ("mlp",), "b": None}}),
     ),
     "names that are text": (
         LayoutError,
-        "  body.b is float32[8] but has names 'mlp': give ('mlp',), say",
+        "  body.b is float32[8] but has names 'mlp': write ('mlp',), for example",
         lambda at: fs.plan_layout(at.tree, at.mesh, names={**at.names, "body": {"w": None, "b": "mlp"}}),
     ),
     "backward on the loss": (
@@ -515,7 +515,7 @@ MISTAKES = {
     ),
     "an init function to plan_layout": (
         ArgumentError,
-        "Call it, nothing is computed: fs.plan_layout(init(fs.random.key(0)), mesh).",
+        "Call it, which computes nothing: fs.plan_layout(init(fs.random.key(0)), mesh).",
         lambda at: fs.plan_layout(init, at.mesh),
     ),
     "an init function to make_train_step": (
@@ -530,7 +530,7 @@ MISTAKES = {
     ),
     "numbers as leaves": (
         LayoutError,
-        "Give a Model, or the tree that its init returns: tensors, or draws such as fs.random.normal.",
+        "Pass a Model, or the tree that its init returns: tensors, or lazy tensors such as fs.random.normal's.",
         lambda at: fs.plan_layout({"a": 3, "b": "text"}, at.mesh),
     ),
     "model and mesh": (
@@ -545,7 +545,7 @@ MISTAKES = {
     ),
     "a strategy for rules": (
         ArgumentError,
-        "Give fs.DEFAULT_RULES or fs.AxisRules(...) third, and the strategy fourth or as strategy=.",
+        "Pass fs.DEFAULT_RULES or fs.AxisRules(...) third, and the strategy fourth or as strategy=.",
         lambda at: fs.plan_layout(at.tree, at.mesh, fs.zero(3)),
     ),
     "text for a precision": (
@@ -570,12 +570,12 @@ MISTAKES = {
     ),
     "strategy=2": (
         ConfigError,
-        "Give a name or a value, such as fs.zero(2).",
+        "Pass a name or a value, such as fs.zero(2).",
         lambda at: fs.plan_layout(at.tree, at.mesh, strategy=2),
     ),
     "zero(4)": (
         ConfigError,
-        "Levels are 0, which cuts nothing, 1, the optimizer state, 2, gradients too, and 3, parameters too.",
+        "Levels are 0 (nothing is sharded), 1 (optimizer state), 2 (gradients too) and 3 (parameters too).",
         lambda at: fs.zero(4),
     ),
     "DTensors of the state in a loss": (
@@ -667,7 +667,7 @@ MISTAKES = {
     ),
     "axes for names": (
         ArgumentError,
-        'Name the dims, such as ("mlp", None), and say which axes cut them: AxisRules(mlp=(\'tp\',)).',
+        'Name the dims, such as ("mlp", None), and map names to axes: AxisRules(mlp=(\'tp\',)).',
         lambda at: fs.plan_layout(at.tree, at.mesh, names={**at.names, "body": {"w": fs.P("tp"), "b": None}}),
     ),
     "the name of an axis for that of a dim": (
@@ -707,7 +707,7 @@ MISTAKES = {
     ),
     "a draw that is scaled": (
         ArgumentError,
-        "Say so to the function that draws, such as fs.random.normal(key, shape, std=0.02, mean=1.0).",
+        "Pass scale and offset to the function that draws, such as fs.random.normal(key, shape, std=0.02, mean=1.0).",
         lambda at: 0.02 * fs.random.normal(at.key, (3,)),
     ),
     "a draw that goes into torch": (
@@ -931,7 +931,7 @@ MISTAKES = {
     ),
     "a draw beside a tensor": (
         ArgumentError,
-        "draw.tensor() gives all values of one draw.",
+        "draw.tensor() for one LazyTensor.",
         in_loss(lambda p, b: (fs.gather_unit(p["body"])["w"] * fs.random.normal(fs.random.key(0), (8, 4))).sum()),
     ),
     "vdot of trees with other shapes": (

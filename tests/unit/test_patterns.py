@@ -103,7 +103,7 @@ def test_nvfp4_for_a_module_without_a_stack_is_refused():
         fs.plan_layout(net, fs.make_mesh(device="cpu"), precision=fs.NVFP4)
     assert str(error.value) == (
         "fs.plan_layout got a precision with patterns that match no leaf.\n"
-        "  keep: '*[-1]' means layers, and dim 0 of 0.bias isn't named 'layers'.\n"
+        "  keep: '*[-1]' selects layers, but dim 0 of 0.bias isn't named 'layers'.\n"
         "Leaves are 0.bias, 0.weight, 1.bias, 1.weight. A pattern is a part of a path, or all of it; 'blocks[-1]' is a "
         "layer."
     )
@@ -112,10 +112,10 @@ def test_nvfp4_for_a_module_without_a_stack_is_refused():
 IDLE = (*KEEP, "hed", "blocks[4]", "block[-1]", "head[0]", "blocks[-3:-3]")
 ROWS = """
   keep: 'hed' matches no leaf. Did you mean 'head'?
-  keep: 'blocks[4]' is outside of model.blocks.w, which has 4 layers.
+  keep: 'blocks[4]' is out of range: model.blocks.w has 4 layers.
   keep: 'block[-1]' matches no leaf. Did you mean 'blocks'?
-  keep: 'head[0]' means layers, and dim 0 of model.head isn't named 'layers'.
-  keep: 'blocks[-3:-3]' is outside of model.blocks.w, which has 4 layers.
+  keep: 'head[0]' selects layers, but dim 0 of model.head isn't named 'layers'.
+  keep: 'blocks[-3:-3]' is out of range: model.blocks.w has 4 layers.
   columnwise: 'wq' matches no leaf. Did you mean 'w'?
   columnwise: 'hea*' matches no matrix that has a format
 Leaves are model.blocks.w, model.head. A pattern is a part of a path, or all of it; 'blocks[-1]' is a layer."""
@@ -147,7 +147,7 @@ def test_rules_for_dims_that_no_leaf_has_are_refused():
         "fs.plan_layout got rules for dims that no leaf has.\n"
         "  heds=('tp',): no dim has this name. Did you mean 'heads'?\n"
         "  mlps=(): no dim has this name. Did you mean 'mlp'?\n"
-        "Dims are named 'heads', 'mlp'. Take the rule out, or write a name of these."
+        "Dims are named 'heads', 'mlp'. Remove the rule, or use one of these names."
     )
 
 
@@ -165,7 +165,7 @@ def test_groups_of_an_optimizer_that_no_leaf_is_in_are_refused():
 
 @pytest.mark.parametrize("frozen", ["hed", ["head", "bloks"]])
 def test_frozen_paths_that_no_leaf_begins_with_are_refused(frozen):
-    with pytest.raises(LayoutError, match="is no leaf; leaves are"):
+    with pytest.raises(LayoutError, match="matches no leaf; leaves are"):
         fs.plan_layout({"head": torch.zeros(2)}, fs.make_mesh(device="cpu"), frozen=frozen)
 
 

@@ -65,7 +65,7 @@ def test_scales():
 
 @pytest.mark.parametrize("wrong", [{"initial": 0.5}, {"interval": 0}, {"initial": 0.0, "least": 0.0}])
 def test_scales_that_cannot_be(wrong):
-    with pytest.raises(ConfigError, match="Numbers are above 0"):
+    with pytest.raises(ConfigError, match="Pass values above 0"):
         LossScale(**wrong)
 
 
@@ -73,11 +73,11 @@ def test_each_role_says_what_it_takes():
     with pytest.raises(ConfigError) as caught:
         Precision(compute=torch.float8_e4m3fn, grads=fs.formats.MXFP8, gather=torch.bfloat16, moments=fs.formats.MXFP4)
     assert str(caught.value) == (
-        "fs.Precision got what its roles do not take.\n"
+        "fs.Precision got dtypes or formats that its roles do not accept.\n"
         "  compute=torch.float8_e4m3fn, which takes a dtype or a format\n"
-        "  grads=float8_e4m3fn[1x32, e8m0], which takes a dtype: sums are not rounded to codes\n"
-        "  moments=float4_e2m1fn_x2[1x32, e8m0], which takes a dtype, or a format of 8 bits without a scale of whole matrices\n"
-        "  gather=torch.bfloat16, which takes a format: weights without one travel in the dtype of compute\n"
+        "  grads=float8_e4m3fn[1x32, e8m0], which takes a dtype: sums are not quantized\n"
+        "  moments=float4_e2m1fn_x2[1x32, e8m0], which takes a dtype, or an 8-bit format without a scale per matrix\n"
+        "  gather=torch.bfloat16, which takes a format: weights without one are sent in the dtype of compute\n"
         "Dtypes are torch.float16, torch.bfloat16, torch.float32, torch.float64. A format is an fs.formats.Blocks, such as"
         " fs.formats.MXFP8: 8 bits without scales lose small numbers."
     )

@@ -117,26 +117,26 @@ SEEDS = [-1, 2**64, -(2**64), 1.0, True, np.True_, np.int64(-1), np.float32(3), 
 @pytest.mark.parametrize("seed", SEEDS, ids=repr)
 def test_seeds_out_of_range_would_share_a_key(seed):
     text = refusal(lambda: random.key(seed))
-    assert text == f"fs.random.key got seed={seed!r}.\nGive an integer from 0 to 2**64 - 1."
+    assert text == f"fs.random.key got seed={seed!r}.\nPass an integer from 0 to 2**64 - 1."
 
 
 @pytest.mark.parametrize("data", [-1, 2**63, 2**64, 1.0, True, torch.tensor(-1), torch.tensor(False)], ids=repr)
 def test_numbers_out_of_range_would_share_a_key(data):
     text = refusal(lambda: random.fold_in(random.key(0), data))
-    assert text == f"fs.random.fold_in got data={data!r}.\nGive an integer from 0 to 2**63 - 1."
+    assert text == f"fs.random.fold_in got data={data!r}.\nPass an integer from 0 to 2**63 - 1."
 
 
 @pytest.mark.parametrize("n", [-1, 2**32, 1.5, True], ids=repr)
 def test_numbers_of_keys_out_of_range(n):
     text = refusal(lambda: random.split(random.key(0), n))
-    assert text == f"fs.random.split got n={n!r}.\nGive an integer from 0 to 2**32 - 1."
+    assert text == f"fs.random.split got n={n!r}.\nPass an integer from 0 to 2**32 - 1."
 
 
 def test_a_number_of_a_transform_is_an_integer():
     """Its value is not read, its dtype is."""
     for data, kind in ((torch.zeros(3), "float32[]"), (torch.zeros(3, 2, dtype=torch.int64), "int64[2]")):
         text = refusal(lambda x=data: torch.func.vmap(lambda i: random.fold_in(random.key(0), i))(x))
-        assert text == f"fs.random.fold_in got data={kind}.\nGive an integer from 0 to 2**63 - 1."
+        assert text == f"fs.random.fold_in got data={kind}.\nPass an integer from 0 to 2**63 - 1."
 
 
 def test_integers_of_numpy_and_torch_are_numbers():
@@ -166,7 +166,7 @@ def test_a_box_is_inside_the_array():
             draw.slice(box)
         assert str(caught.value) == (
             f"fs.random.LazyTensor.slice cannot draw {list(box)} of an array of shape [3, 4].\n"
-            "Give a range inside the array for each dim."
+            "Pass a range inside of the array for each dim."
         )
 
 

@@ -253,10 +253,10 @@ def test_copies_at_rest_and_pipelines_have_one_orientation():
     calls = [(fs.zero(1), {"dp": 2}), (fs.hybrid(opt_state=True), {"replica": 2}), (fs.zero(3), {"pp": 2})]
     for texts in run_ranks(refused, 2, calls):
         assert texts[0] == (
-            "Precision.columnwise cannot serve copies of weights, which zero1 keeps: they have one orientation.\n"
+            "Precision.columnwise cannot use the copies of weights that zero1 keeps: they are rounded in one orientation.\n"
             "Use fs.zero(3) or fs.hybrid(), which round main parameters; or leave columnwise out."
         )
-        assert texts[1].startswith("Precision.columnwise cannot serve copies of weights")
+        assert texts[1].startswith("Precision.columnwise cannot use the copies of weights")
         assert texts[2] == (
             "train step cannot gather weights in a second orientation with a pipeline: its stages round them once.\n"
             "Leave columnwise out, or keep pp at 1."

@@ -258,8 +258,8 @@ def test_cuts_on_borders_of_blocks():
     precision = with_format(formats.TENSORWISE, keep=(*KEEP, "w[kovd]", "*gate*", "*up*", "*down*"))
     text = refusal(fs.plan_layout, model, mesh, precision=precision, align=True, kind=LayoutError)
     assert text == (
-        "fs.plan_layout cannot cut 1 dims on borders of blocks of float8_e4m3fn[tensor, float32].\n"
-        "  blocks.wq is float32[2, 96, 96], dim 2: 96 over dp are 2 pieces of 48, blocks have 96\n"
+        "fs.plan_layout cannot shard these dims at block boundaries of float8_e4m3fn[tensor, float32].\n"
+        "  blocks.wq is float32[2, 96, 96], dim 2: 96 over dp gives 2 shards of 48, blocks have 96\n"
         "Make the sizes multiples of pieces and blocks, keep such leaves in the dtype of compute, as in"
         ' fs.Precision(keep=(..., "wq")), take smaller blocks, or leave align out: then ranks tell each other the'
         " largest numbers of the blocks that they share."

@@ -168,8 +168,8 @@ FUNCTIONALIZE = (
     "Functionalize what computes on gathered tensors: torch.func.functionalize(f)(fs.gather_unit(params))."
 )
 JACFWD = (
-    "torch.func.jacfwd and hessian cannot differentiate with respect to sharded leaves: they would change an element of "
-    "every shard at once.\n  float64[{}]\nUse fs.jacfwd and fs.hessian, which know the full leaves."
+    "torch.func.jacfwd and hessian cannot differentiate with respect to sharded leaves: they would perturb every shard at "
+    "once.\n  float64[{}]\nUse fs.jacfwd and fs.hessian, which differentiate with respect to the full leaves."
 )
 
 

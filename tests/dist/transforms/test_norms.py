@@ -181,14 +181,16 @@ def refusals():
 def test_a_part_of_a_leaf_is_not_taken_for_the_leaf():
     for texts in run_ranks(refusals, 2):
         gather = 'Gather its unit first, unit = fs.gather_unit(params), and use unit["w"].'
-        for text, use in ((texts[1], "goes into torch.max"), (texts[3], "is an operand of + beside a tensor")):
+        for text, use in ((texts[1], "is passed to torch.max"), (texts[3], "is an operand of + with a plain tensor")):
             lines = text.split("\n")
             assert lines[:2] == [
                 f"NotGatheredError: fs.value_and_grad has a loss function in which a leaf {use} before it is gathered.",
                 "  params.w is float32[4@dp, 3], of which this rank holds [2, 3]",
             ]
             assert lines[-1] == gather
-        assert texts[0].startswith("NotGatheredError: fs.gather_unit was not called for a leaf that is asked for .sum.")
+        assert texts[0].startswith(
+            "NotGatheredError: fs.gather_unit was not called for a leaf that is accessed as .sum."
+        )
         assert texts[0].endswith("is fs.tree.vdot(x, x), and their root fs.global_norm(x).")
         assert "float32[4@dp, 3]" in texts[2] and "do not match" in texts[4]
         assert "needs equal shardings.\n  w is float32[4@dp, 3] and float32[4, 3]" in texts[5]

@@ -343,10 +343,10 @@ LEAF = "float32[4@dp, 2]"
 
 
 def test_what_has_no_meaning_is_refused():
-    both = "Use fs.jacfwd and fs.hessian, which know the full leaves."
+    both = "Use fs.jacfwd and fs.hessian, which differentiate with respect to the full leaves."
     moved = (
-        "torch.func.jacfwd and hessian cannot differentiate with respect to sharded leaves: they would change an element "
-        f"of every shard at once.\n  {LEAF}\n{both}"
+        "torch.func.jacfwd and hessian cannot differentiate with respect to sharded leaves: they would perturb every shard "
+        f"at once.\n  {LEAF}\n{both}"
     )
     constant = "torch takes its linear map for a constant there."
     for texts in run_ranks(refusals, 2):

@@ -38,7 +38,7 @@ def test_activations_that_cannot_be_kept_so(text, policy, said):
 
 @pytest.mark.parametrize("text", ["moment=host", "moments=tape", "moments", "=host", "compute=disk"])
 def test_unknown_roles_and_kinds(text):
-    with pytest.raises(ConfigError, match="cannot keep this elsewhere"):
+    with pytest.raises(ConfigError, match="got unknown roles or memory kinds"):
         parse_memory(text)
 
 

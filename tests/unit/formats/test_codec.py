@@ -194,11 +194,12 @@ def test_blocks_that_cannot_be_are_refused():
     with pytest.raises(ConfigError) as error:
         Blocks(torch.float16, (0, 3), "float16", "up")
     assert str(error.value) == (
-        "fs.formats.Blocks cannot be made so.\n"
+        "fs.formats.Blocks got invalid arguments.\n"
         f"  dtype=torch.float16: use one of {', '.join(map(str, ELEMENTS))}\n"
         "  scale='float16': use one of float32, e8m0, e4m3\n"
         "  rounding='up': use one of nearest, stochastic\n"
-        '  block=(0, 3): use rows and columns from 1, such as (1, 32), or "row" or "tensor"'
+        '  block=(0, 3): use rows and columns from 1, such as (1, 32), or "row" or "tensor"\n'
+        "Write fs.formats.MXFP8 for a common format."
     )
 
 

@@ -128,7 +128,7 @@ def test_what_is_not_finite_shows():
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
-MEND = "Write fs.formats.dequantize(w) for its numbers, or fs.ops.scaled_matmul(x, w, 1) for x @ w.T, and 0 for x @ w."
+MEND = "Write fs.formats.dequantize(w) for its values, or fs.ops.scaled_matmul(x, w, 1) for x @ w.T, and 0 for x @ w."
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ MEND = "Write fs.formats.dequantize(w) for its numbers, or fs.ops.scaled_matmul(
     [
         (lambda x, q: x @ q, "is an operand of @"), (lambda x, q: q @ x, "is an operand of @"),
         (lambda x, q: x * q, "is an operand of * or /"), (lambda x, q: q + 1, "is an operand of + or -"),
-        (lambda x, q: torch.stack([q, q]), "goes into torch.stack"),
-        (lambda x, q: torch.nn.functional.linear(x, q), "goes into torch.nn.functional.linear"),
-        (lambda x, q: q.T, "is asked for .T"), (lambda x, q: q.to(torch.float32), "is asked for .to"),
+        (lambda x, q: torch.stack([q, q]), "is passed to torch.stack"),
+        (lambda x, q: torch.nn.functional.linear(x, q), "is passed to torch.nn.functional.linear"),
+        (lambda x, q: q.T, "is accessed as .T"), (lambda x, q: q.to(torch.float32), "is accessed as .to"),
         (lambda x, q: q[0], "is indexed"), (lambda x, q: q < 1, "is compared"),
     ],
 )  # fmt: skip
@@ -153,7 +153,7 @@ def test_another_function_of_torch_is_refused_with_the_line_to_write(use, said):
 def test_a_function_of_trees_that_changes_codes_is_refused():
     q = fs.formats.quantize(torch.ones(4, 4), formats.MXFP8)
     assert refusal(fs.tree.map, torch.Tensor.float, {"w": q}, kind=ArgumentError) == (
-        "fs.formats.Quantized cannot have codes in torch.float32: a function of trees has changed them.\n"
+        "fs.formats.Quantized cannot have values in torch.float32: a tree function has changed them.\n"
         "Dequantize first, fs.formats.dequantize(w), and quantize the result."
     )
 
@@ -169,15 +169,15 @@ def test_bad_arguments():
             (torch.ones(2), stochastic),
             {},
             ConfigError,
-            "rounds to float8_e4m3fn[1x32, e8m0, stochastic] by key, and has none.",
+            "needs a key to round to float8_e4m3fn[1x32, e8m0, stochastic].",
         ),
-        ((torch.ones(2), formats.MXFP8), {"key": torch.tensor([0, 1])}, ConfigError, "without a key, and got one."),
+        ((torch.ones(2), formats.MXFP8), {"key": torch.tensor([0, 1])}, ConfigError, "without a key, but got one."),
     ]
     for args, more, kind, said in cases:
         text = refusal(fs.formats.quantize, *args, **more, kind=kind)
         assert text.startswith("fs.formats.quantize ") and said in text, text
     assert refusal(fs.formats.dequantize, "w", kind=ArgumentError) == (
-        "fs.formats.dequantize takes a Quantized, got str.\nGive what fs.formats.quantize gives, or a tensor."
+        "fs.formats.dequantize takes a Quantized, got str.\nPass the result of fs.formats.quantize, or a tensor."
     )
 
 

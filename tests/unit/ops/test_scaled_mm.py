@@ -251,9 +251,9 @@ def test_codes_along_columns_are_those_of_the_transposed_matrix(name, shape):
 
 def test_precisions_that_do_not_go_together():
     for given, said in (
-        ({"columnwise": ("wq",), "compute": formats.E4M3_128x128}, "others serve both."),
+        ({"columnwise": ("wq",), "compute": formats.E4M3_128x128}, "such as compute=fs.formats.MXFP8."),
         ({"columnwise": ("wq",), "gather": formats.MXFP8, "compute": torch.bfloat16}, "with compute=torch.bfloat16."),
-        ({"columnwise": "wq", "compute": formats.MXFP8}, "Give patterns of parts of paths, such as columnwise="),
+        ({"columnwise": "wq", "compute": formats.MXFP8}, "patterns for parts of paths, such as columnwise="),
         ({"compute": formats.MXFP8, "gather": formats.NVFP4}, "weights are rounded once"),
         ({"activations": torch.bfloat16}, "got activations=torch.bfloat16 and no format to compute in."),
         ({"strict": True}, "got strict=True and no format to compute in."),

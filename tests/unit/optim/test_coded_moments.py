@@ -131,7 +131,7 @@ def test_what_cannot_be_kept_is_refused():
         "fs.adamw cannot keep moments as float4_e2m1fn_x2[1x16, e4m3].\n"
         "Use one of 8 bits without a scale of whole matrices, such as fs.formats.MXFP8."
     )
-    assert "  moments=float4_e2m1fn_x2[1x32, e8m0], which takes a dtype, or a format of 8 bits" in refusal(
+    assert "  moments=float4_e2m1fn_x2[1x32, e8m0], which takes a dtype, or an 8-bit format" in refusal(
         Precision, moments=formats.MXFP4
     )
     context, params = optim.InitContext(moments=MX), {"w": torch.ones(64, 64)}
@@ -143,7 +143,7 @@ def test_what_cannot_be_kept_is_refused():
     assert text.startswith("fs.optim.from_torch cannot keep moments as float8_e4m3fn[1x32, e8m0]: torch's optimizer")
     assert refusal(Precision, rounding="stochastic") == (
         'fs.Precision got rounding="stochastic" with params=None.\n'
-        "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
+        "Write params=torch.bfloat16, the only dtype of main parameters that is rounded so, or leave it out."
     )
     assert refusal(Precision, rounding="up") == "fs.Precision got rounding='up'.\nUse one of nearest, stochastic."
 

@@ -219,58 +219,58 @@ def test_a_layout_can_be_changed():
 def test_dim_names_without_a_rule():
     shapes, names = {"a": {"w": leaf(8, 6)}, "b": leaf(3, 3)}, {"a": {"w": ("mlp", "emebd")}, "b": ("embed", "foo")}
     assert refusal(lambda: plan(shapes, names=names), kind=SpecError) == (
-        "fs.plan_layout has no rule for 2 dims on mesh {dp: 4, tp: 2}.\n"
+        "fs.plan_layout got dims without a rule, on mesh {dp: 4, tp: 2}.\n"
         "  a.w is float32[8, 6], dim 1 ('emebd', size 6): no rule 'emebd'.\n"
         "  b is float32[3, 3], dim 1 ('foo', size 3): no rule 'foo'.\n"
-        "Add emebd=None to the AxisRules, or the axes that cut it. Did you mean 'embed'?\n"
-        "Add foo=None to the AxisRules, or the axes that cut it."
+        "Add emebd=None to the AxisRules, or the axes that shard it. Did you mean 'embed'?\n"
+        "Add foo=None to the AxisRules, or the axes that shard it."
     )
 
 
 def test_experts_have_no_parts():
     shapes, names = {"a": leaf(8, 6)}, {"a": (fs.Fused("expert", (4, 4)), "embed")}
     assert refusal(lambda: plan(shapes, names=names), kind=LayoutError) == (
-        "fs.plan_layout cannot plan 1 leaves.\n"
-        "  a is float32[8, 6], dim 0 (Fused('expert', (4, 4))): experts are whole, they have no parts"
+        "fs.plan_layout cannot plan these leaves.\n"
+        "  a is float32[8, 6], dim 0 (Fused('expert', (4, 4))): the dim of experts cannot be fused"
     )
 
 
 def test_one_axis_for_two_dims_of_a_leaf():
     shapes, names = {"a": leaf(8, 6), "b": leaf(4)}, {"a": ("mlp", "heads"), "b": ("mlp",)}
     assert refusal(lambda: plan(shapes, names=names), kind=SpecError) == (
-        "fs.plan_layout cannot spend one axis on two dims of a leaf; 1 leaves on mesh {dp: 4, tp: 2}.\n"
-        "  a is float32[8, 6]: axis 'tp' would cut dim 0 ('mlp', size 8) and dim 1 ('heads', size 6).\n"
-        "Give one of the dims another name, with a rule of its own."
+        "fs.plan_layout cannot shard two dims of a leaf over one axis, on mesh {dp: 4, tp: 2}.\n"
+        "  a is float32[8, 6]: axis 'tp' would shard dim 0 ('mlp', size 8) and dim 1 ('heads', size 6).\n"
+        "Give one of the dims a different name, with a separate rule."
     )
 
 
 def test_an_axis_that_the_mesh_lacks_cuts_nothing_twice():
     shapes, names = {"a": leaf(8, 6)}, {"a": ("embed", "embed")}
     text = refusal(lambda: plan(shapes, names=names), kind=SpecError)
-    assert "axis 'dp'" in text and "axis 'cp'" not in text and "1 leaves" in text
+    assert "axis 'dp'" in text and "axis 'cp'" not in text and text.count("\n  ") == 1
 
 
 def test_names_that_do_not_fit_a_shape():
     shapes, names = {"a": leaf(8, 6), "b": leaf(3)}, {"a": ("mlp",), "b": ("embed",)}
     assert refusal(lambda: plan(shapes, names=names), kind=LayoutError) == (
-        "fs.plan_layout cannot plan 1 leaves.\n  a is float32[8, 6] but has names ('mlp',): give ('mlp', None), say"
+        "fs.plan_layout got leaves whose dims and names differ in number.\n  a is float32[8, 6] but has names ('mlp',): write ('mlp', None), for example"
     )
 
 
 def test_names_for_another_tree():
     text = refusal(lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, names={"a": ("mlp", "embed")}), kind=TreeError)
     lines = text.split("\n")
-    assert lines[0] == "fs.plan_layout got the model and names that do not match."
+    assert lines[0] == "fs.plan_layout got names that do not match the model."
     assert lines[1:] == [
         "  b: only in the model",
-        "Give names an entry for each leaf of the model, None for one without.",
+        "Give names an entry for each leaf of the model, None for a leaf without names.",
     ]
 
 
 def test_frozen_paths_that_no_leaf_has():
     assert refusal(lambda: plan({"a": leaf(8, 6), "b": leaf(3)}, frozen=("b", "c")), kind=LayoutError) == (
-        "fs.plan_layout cannot plan 1 leaves.\n  frozen path 'c' is no leaf; leaves are a, b\n"
-        "Give dotted paths of leaves, or beginnings of them."
+        "fs.plan_layout cannot plan these leaves.\n  frozen path 'c' matches no leaf; leaves are a, b\n"
+        "Pass dotted paths of leaves, or prefixes of them."
     )
 
 
@@ -286,9 +286,9 @@ def test_dtypes_that_kernels_lack():
         "n": leaf(2, dtype=torch.int32),
     }
     assert refusal(lambda: plan(shapes), kind=LayoutError) == (
-        "fs.plan_layout cannot plan 2 leaves.\n"
-        "  a is float8_e4m3fn[8]: kernels take float16, bfloat16, float32, float64, or whole numbers\n"
-        "  c is complex64[2]: kernels take float16, bfloat16, float32, float64, or whole numbers"
+        "fs.plan_layout cannot plan these leaves.\n"
+        "  a is float8_e4m3fn[8]: leaves can be float16, bfloat16, float32, float64, or integers\n"
+        "  c is complex64[2]: leaves can be float16, bfloat16, float32, float64, or integers"
     )
 
 
@@ -298,14 +298,14 @@ def test_a_strategy_goes_by_its_name():
     assert plan(shapes).with_strategy("hfsdp") == plan(shapes, strategy=fs.hybrid(opt_state=True))
     for odd in ("zero4", 3):
         text = refusal(lambda odd=odd: plan(shapes, strategy=odd), kind=ConfigError)
-        assert text.startswith(f"fs.plan_layout knows no strategy {odd!r}.\nStrategies are zero0, ")
+        assert text.startswith(f"fs.plan_layout got an unknown strategy, {odd!r}.\nStrategies are zero0, ")
 
 
 # ------------------------------------------------------------------------------------------------- a tp that does nothing
 def test_a_tp_axis_that_shards_no_leaf_is_refused_unless_replicas_are_meant():
     tree = {"up": leaf(64, 8), "out": leaf(8)}
     assert refusal(fs.plan_layout, tree, MESH, kind=ConfigError) == (
-        "fs.plan_layout shards none of 2 leaves (2,080 bytes) over tp=2: its ranks would compute the same.\n"
+        "fs.plan_layout shards no leaf (2,080 bytes in all) over tp=2: its ranks would compute the same.\n"
         "  up is float32[64, 8] (no names)\n"
         "  out is float32[8] (no names)\n"
         "Use tp=1, and dp=8 for these ranks; or name the dims that tp shards: names= for a tree, names= and roles= of "
@@ -315,10 +315,10 @@ def test_a_tp_axis_that_shards_no_leaf_is_refused_unless_replicas_are_meant():
         assert specs(fs.plan_layout(tree, MESH, tp="replicate")) == {"up": P("dp"), "out": P("dp")}
         assert specs(plan(tree, tp="shard", names={"up": ("mlp", "embed"), "out": None}))["up"] == P("tp", "dp")
         fs.plan_layout(tree, AbstractMesh(("ep", "cp"), (2, 2)))  # data axes: they shard tokens
-    assert 'got tp=2.\nGive tp="shard"' in refusal(plan, tree, tp=2)
+    assert 'got tp=2.\nPass tp="shard"' in refusal(plan, tree, tp=2)
     one = fs.plan_layout(tree, AbstractMesh(("dp",), (8,)))
     text = refusal(one.with_mesh, MESH, kind=ConfigError)
-    assert text.startswith("fs.Layout.with_mesh shards none of 2 leaves (2,080 bytes) over tp=2")
+    assert text.startswith("fs.Layout.with_mesh shards no leaf (2,080 bytes in all) over tp=2")
     replicas = one.with_mesh(MESH, tp="replicate")
     assert replicas.with_mesh(MESH) == replicas == fs.plan_layout(tree, MESH, tp="replicate")
 
@@ -329,7 +329,7 @@ def test_a_tp_axis_that_shards_less_than_half_of_the_bytes_warns_with_both_numbe
     with pytest.warns(UserWarning, match="over tp=2") as caught:
         plan(sizes, names=names, tp="shard", frozen="large")
     assert str(caught[0].message).splitlines()[:2] == [
-        "fs.plan_layout shards 128 of 272 bytes over tp=2: its ranks hold and compute the rest alike.",
+        "fs.plan_layout shards 128 of 272 bytes over tp=2: its ranks store and compute the rest redundantly.",
         "  large is bfloat16[9, 8] (None, 'embed')",
     ]
     with warnings.catch_warnings(action="error"):

@@ -35,7 +35,10 @@ def planned(tree):
 )
 def test_paths_that_are_no_names_are_refused_when_a_layout_is_planned(tree, row):
     leaves = fs.tree.map(lambda n: torch.ones(n), tree)
-    assert refusal(planned, leaves, kind=LayoutError) == f"fs.plan_layout cannot name 1 leaves.\n  {row}\n{MEND}"
+    assert (
+        refusal(planned, leaves, kind=LayoutError)
+        == f"fs.plan_layout cannot use the paths of some leaves as names.\n  {row}\n{MEND}"
+    )
 
 
 def test_trees_without_a_layout_are_refused_as_well(tmp_path):

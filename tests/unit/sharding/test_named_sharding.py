@@ -168,7 +168,7 @@ def test_an_axis_is_known():
 
 def test_a_spec_has_no_more_entries_than_the_leaf_has_dims():
     text = (
-        "fs.NamedSharding P('dp', 'tp') is of more dims than a leaf of shape (4,) has.\nGive P one entry a dim at most."
+        "fs.NamedSharding P('dp', 'tp') has more dims than a leaf of shape (4,).\nPass fs.P at most one entry per dim."
     )
     assert refusal(lambda: fs.NamedSharding(MESH, P("dp", "tp")).local_shape((4,))) == text
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=1)
@@ -183,7 +183,8 @@ def test_a_spec_has_no_more_entries_than_the_leaf_has_dims():
 def test_a_local_tensor_of_another_shape_is_refused():
     sharding = fs.NamedSharding(fs.make_mesh(device="cpu"), P("dp"))
     assert refusal(lambda: sharding.to_dtensor(torch.zeros(3), (4,))) == (
-        "fs.NamedSharding.to_dtensor P('dp') of a leaf of shape (4,) holds (4,) here, got (3,)."
+        "fs.NamedSharding.to_dtensor got a local tensor of shape (3,), but P('dp') of a leaf of shape (4,) has (4,) on"
+        " this rank.\nPass this rank's shard and the full shape."
     )
 
 

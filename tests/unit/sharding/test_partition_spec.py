@@ -40,7 +40,7 @@ def test_a_spec_is_its_axes_by_dim(cuts):
 
 
 def test_entries_that_are_no_axes():
-    mend = "Give an axis such as 'dp', a tuple of axes, or None."
+    mend = "Pass an axis such as 'dp', a tuple of axes, or None."
     assert refusal(lambda: P("dp", 0)) == f"fs.P got 0 for a dim.\n{mend}"
     assert refusal(lambda: P(("dp", None))) == f"fs.P got ('dp', None) for a dim.\n{mend}"
     assert refusal(lambda: AxisRules(mlp="tp", embed=3)) == f"fs.AxisRules got embed=3.\n{mend}"
@@ -57,15 +57,16 @@ refusal = functools.partial(helpers.refusal, kind=SpecError)
 
 def test_specs_that_cannot_be():
     assert (
-        refusal(lambda: P("dp", ("tp", "dp"))) == "P('dp', ('tp', 'dp')) uses dp twice.\nAn axis cuts one dim at most."
+        refusal(lambda: P("dp", ("tp", "dp")))
+        == "P('dp', ('tp', 'dp')) uses dp twice.\nAn axis shards at most one dim."
     )
     assert refusal(lambda: P(("cp", "cp"), "tp", "tp")) == (
-        "P(('cp', 'cp'), 'tp', 'tp') uses cp, tp twice.\nAn axis cuts one dim at most."
+        "P(('cp', 'cp'), 'tp', 'tp') uses cp, tp twice.\nAn axis shards at most one dim."
     )
     assert refusal(lambda: P("dp", "tpp")) == f"fs.P knows no axis 'tpp'. {KNOWN} Did you mean 'tp'?"
     assert (
         refusal(lambda: P("dp").replace(1, ("dp",)))
-        == "P(('dp',), ('dp',)) uses dp twice.\nAn axis cuts one dim at most."
+        == "P(('dp',), ('dp',)) uses dp twice.\nAn axis shards at most one dim."
     )
 
 
@@ -96,6 +97,6 @@ def test_rules_that_cannot_be():
 
 def test_hints_for_dim_names():
     assert DEFAULT_RULES.hint("emebd") == (
-        "Add emebd=None to the AxisRules, or the axes that cut it. Did you mean 'embed'?"
+        "Add emebd=None to the AxisRules, or the axes that shard it. Did you mean 'embed'?"
     )
-    assert DEFAULT_RULES.hint("zzz") == "Add zzz=None to the AxisRules, or the axes that cut it."
+    assert DEFAULT_RULES.hint("zzz") == "Add zzz=None to the AxisRules, or the axes that shard it."

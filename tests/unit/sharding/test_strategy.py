@@ -54,16 +54,16 @@ def test_every_name_is_a_strategy_and_prints_as_one():
 
 def test_unknown_strategies():
     assert refusal(lambda: fs.Strategy.parse("zero_3")) == (
-        f"fs.Strategy.parse knows no strategy 'zero_3'.\n{NAMES} Here that is 'zero3'."
+        f"fs.Strategy.parse got an unknown strategy, 'zero_3'.\n{NAMES} Here that is 'zero3'."
     )
     assert refusal(lambda: fs.Strategy.parse("zero5")) == (
-        f"fs.Strategy.parse knows no strategy 'zero5'.\n{NAMES} Did you mean 'zero3'?"
+        f"fs.Strategy.parse got an unknown strategy, 'zero5'.\n{NAMES} Did you mean 'zero3'?"
     )
-    assert refusal(lambda: fs.Strategy.parse("mine")) == f"fs.Strategy.parse knows no strategy 'mine'.\n{NAMES}"
+    assert refusal(lambda: fs.Strategy.parse("mine")) == f"fs.Strategy.parse got an unknown strategy, 'mine'.\n{NAMES}"
     for level in (4, -1, "3", 1.5):
         assert refusal(lambda level=level: fs.zero(level)) == (
-            f"fs.zero knows no level {level!r}.\n"
-            "Levels are 0, which cuts nothing, 1, the optimizer state, 2, gradients too, and 3, parameters too."
+            f"fs.zero got an unknown level, {level!r}.\n"
+            "Levels are 0 (nothing is sharded), 1 (optimizer state), 2 (gradients too) and 3 (parameters too)."
         )
 
 
@@ -93,7 +93,7 @@ def test_memory_of_leaves():
     layout = fs.plan_layout(shapes, fs.AbstractMesh(("dp",), (4,)), strategy=there)
     assert [leaf.params.memory for leaf in layout.leaves] == ["host", "device"], "a number stays"
     assert layout.with_strategy(there.with_memory(main="device")).has_main and not layout.has_main
-    with pytest.raises(ConfigError, match=r"moments of block on the host: no leaf begins so. Did you mean 'blocks'"):
+    with pytest.raises(ConfigError, match=r"moments of block on the host: matches no leaf. Did you mean 'blocks'"):
         fs.plan_layout(shapes, layout.mesh, strategy=fs.zero(3).with_memory(moments={"block": "host"}))
 
 

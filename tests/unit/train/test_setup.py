@@ -125,7 +125,7 @@ def test_dropout_keeps_the_mean_and_follows_from_its_key():
     fs.random.dropout(leaf, 0.5, KEY).sum().backward()
     assert leaf.grad is not None and set(leaf.grad.tolist()) == {0.0, 2.0}
     for p in (1, -0.1, True, "x"):
-        assert "Give a probability from 0 below 1." in refusal(fs.random.dropout, x, p, KEY, kind=ArgumentError)
+        assert "Pass a probability from 0 below 1." in refusal(fs.random.dropout, x, p, KEY, kind=ArgumentError)
     assert "Swap the two: (key, shape, p)." in refusal(fs.random.bernoulli, KEY, 0.5, (3,), kind=ArgumentError)
 
 
