@@ -1,6 +1,6 @@
-"""Weights of other programs by torch, safetensors, DCP or FSDP2: `open_weights`, `load_weights` and `export`.
+"""Import and export weights as torch files, safetensors, DCP or FSDP2 checkpoints.
 
-Guarantee: every leaf is found exactly once, with its shape, or the call is refused.
+Guarantee: every leaf is found exactly once, with its shape, or the call raises an error.
 """
 
 from fsharding.foreign.exporting import Exported, export

@@ -1,4 +1,4 @@
-"""Weights published as fp8 codes beside the scales of their blocks, read as float32 ("fp8" of transformers)."""
+"""Read weights that are published as fp8 values and block scales ("fp8" of transformers) as float32."""
 
 from __future__ import annotations
 
@@ -26,42 +26,40 @@ __all__ = [
 ]  # fmt: skip
 
 CONFIG_KEY = "quantization_config"
-SCALES = "_scale_inv"
-"""The suffix of the name of a tensor's scales."""
+SCALES = "_scale_inv"  # the suffix of the name of a tensor's scales
 
 Reader = Callable[[str, Box, Tensor], None]
 """Reads a slice of a tensor by name; see `Weights.read`."""
 
 _READ = (
-    "what is read is quant_method 'fp8' with weight_block_size [rows, columns], fmt 'e4m3' or 'e5m2' and"
+    "supported is quant_method 'fp8' with weight_block_size [rows, columns], fmt 'e4m3' or 'e5m2' and"
     " activation_scheme 'dynamic'"
 )
 MEND = (
-    "Write the model in bfloat16 first: in transformers, dequantize() and save_pretrained(). To read the codes as they"
-    " are, open the file or the index instead of its directory."
+    "Write the model in bfloat16 first: in transformers, dequantize() and save_pretrained(). To read values and scales"
+    " as stored, open the file or the index instead of its directory."
 )
-CONFIG_LIMIT = 16 << 20
-"""Bytes of a `config.json` that is read."""
+CONFIG_LIMIT = 16 << 20  # the largest `config.json`, in bytes
 _MOST_OF_A_BLOCK = 1 << 24
 _FMTS = {"e4m3": E4M3, "e5m2": E5M2}
 
 
 # --------------------------------------------------------------------------------------------------------- config.json
 def blocks_of(entries: Mapping[str, Any]) -> Blocks | None:
-    """The format of the weights beside a `config.json`; None where its entries name none."""
-    said = entries.get(CONFIG_KEY)
-    if not said:
+    """Return the format of weights by the entries of their `config.json`, or None."""
+    given = entries.get(CONFIG_KEY)
+    if not given:
         return None
-    if not isinstance(said, Mapping):
-        raise ValueError(f"{CONFIG_KEY} is {said!r}: an object with quant_method")
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{CONFIG_KEY} is {given!r}, not an object with quant_method")
     wanted = {"quant_method": ("fp8",), "fmt": (*_FMTS, None), "activation_scheme": ("dynamic", None)}
     for key, values in wanted.items():
-        if said.get(key) not in values:
-            raise ValueError(f"{CONFIG_KEY} has {key} {said.get(key)!r}: {_READ}")
-    block = said.get("weight_block_size")
+        if given.get(key) not in values:
+            raise ValueError(f"{CONFIG_KEY} has {key} {given.get(key)!r}: {_READ}")
+    block = given.get("weight_block_size")
     if not (isinstance(block, list | tuple) and len(block) == 2 and all(map(_is_size, block))):
         raise ValueError(f"{CONFIG_KEY} has weight_block_size {block!r}: {_READ}")
-    return Blocks(_FMTS[said.get("fmt") or "e4m3"], (block[0], block[1]))
+    return Blocks(_FMTS[given.get("fmt") or "e4m3"], (block[0], block[1]))
 
 
 def _is_size(n: Any) -> bool:
@@ -69,7 +67,7 @@ def _is_size(n: Any) -> bool:
 
 
 def blocks_in(folder: Path) -> Blocks | None:
-    """The format of the weights of a directory; None where it has no `config.json`, or one without a format."""
+    """Return the format of a directory's weights; None without a `config.json` or an entry in it."""
     if not os.path.lexists(folder / "config.json"):
         return None
     try:
@@ -80,14 +78,14 @@ def blocks_in(folder: Path) -> Blocks | None:
 
 
 def config_of_blocks(format: Blocks, plain: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of a directory whose weights have a format."""
+    """Return the `quantization_config` of a directory whose weights have a format."""
     fmt = next(name for name, dtype in _FMTS.items() if dtype == format.dtype)
     result = {"quant_method": "fp8", "fmt": fmt, "weight_block_size": [*format.block], "activation_scheme": "dynamic"}
     return result | ({"modules_to_not_convert": plain} if plain else {})
 
 
 def why_not(format: Any) -> str | None:
-    """Why weights cannot be written in a format; None where they can."""
+    """Return why weights cannot be written in a format, or None."""
     if not isinstance(format, Blocks):
         return f"is a {type(format).__name__}"
     if format.dtype != E4M3 or not isinstance(format.block, tuple) or format.scale != "float32" or format.stochastic:
@@ -97,7 +95,7 @@ def why_not(format: Any) -> str | None:
 
 # -------------------------------------------------------------------------------------------------------------- reading
 def decoded(leaves: Mapping[str, LeafType], read: Reader, format: Blocks) -> tuple[dict[str, LeafType], Reader]:
-    """Return the tensors that are no scales, with codes as numbers, and a reader of them."""
+    """Return the tensors other than scales, quantized ones as float32, and a reader that dequantizes."""
     coded = {name: replace(format, dtype=leaf.dtype) for name, leaf in leaves.items() if leaf.dtype in _FMTS.values()}
     rows: list[str] = []
     for name, blocks in coded.items():
@@ -126,7 +124,7 @@ def decoded(leaves: Mapping[str, LeafType], read: Reader, format: Blocks) -> tup
 
 def _objections(name: str, leaf: LeafType, scales: LeafType | None, blocks: Blocks) -> list[str]:
     if not leaf.shape:
-        return [f"{name} is {leaf}: codes have one dim at least"]
+        return [f"{name} is {leaf}: quantized values have at least one dim"]
     wanted = LeafType(blocks.grid(leaf.shape), torch.float32)
     if scales is None:
         return [f"{name} is {leaf}, and {name}{SCALES} is missing; wanted is {wanted}"]
@@ -136,7 +134,7 @@ def _objections(name: str, leaf: LeafType, scales: LeafType | None, blocks: Bloc
 
 
 def _window(name: str, box: Box, shape: tuple[int, ...], blocks: Blocks, read: Reader, dtype: torch.dtype) -> Tensor:
-    """The numbers of a box that is not empty."""
+    """Read and dequantize a box that isn't empty."""
     codes = torch.empty(boxes.shape_of(box), dtype=blocks.dtype)
     read(name, box, codes)
     touched = touched_by(box, shape, blocks)
@@ -148,7 +146,7 @@ def _window(name: str, box: Box, shape: tuple[int, ...], blocks: Blocks, read: R
 
 
 def touched_by(box: Box, shape: tuple[int, ...], blocks: Blocks) -> Box:
-    """The box of the scales that a box of a tensor needs."""
+    """Return the box of the scales for a box of a tensor."""
     sizes = blocks.sizes(shape)[-len(box) :]
     lead = len(box) - len(sizes)
     return (*box[:lead], *(codec.touched(a, b - a, n) for (a, b), n in zip(box[lead:], sizes, strict=True)))

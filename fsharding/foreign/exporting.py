@@ -1,6 +1,6 @@
-"""`export`: a checkpoint as a `torch.save` state dict, safetensors, or a DCP directory, on one process.
+"""`export`: write a checkpoint as a `torch.save` state dict, safetensors, or a DCP directory, in one process.
 
-Guarantee: what was exported loads bitwise; under the final name is everything or nothing.
+Guarantee: exported tensors load bitwise equal; the target is complete or doesn't exist.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ __all__ = ["FORMATS", "Exported", "export"]
 
 _WHAT = ("params", "all", "fsdp2")
 FORMATS = ("torch", "safetensors", "dcp")
-"""What `export` writes."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The files and tensors that an export has written.
+    """The result of an export.
 
     Attributes:
-        path: where it is.
-        format: one of `FORMATS`.
-        tensors: how many tensors there are.
-        files: bytes of each file by name.
+        path: Path of the file or directory.
+        format: "torch", "safetensors" or "dcp".
+        tensors: Number of tensors.
+        files: Bytes of each file by name.
 
     Example:
         >>> print(fs.foreign.Exported("run/weights", "safetensors", 1, {"model.safetensors": 1234}))
@@ -76,32 +75,31 @@ def export(
     settings: Settings | None = None,
     max_file_bytes: int = 5 << 30,
 ) -> Exported:
-    """Writes the leaves of a checkpoint for another program. On one process; checksums are compared.
-
-    "torch" makes one file with a flat state dict, which `torch.load(weights_only=True)` reads; "safetensors" makes a
-    directory with `model.safetensors`, or several files and `model.safetensors.index.json`; "dcp" one which
-    `torch.distributed.checkpoint.load` reads into the state dict of an FSDP2 model.
+    """Export the leaves of a checkpoint for other programs, in one process. Checksums are verified.
 
     Args:
-        source: a checkpoint that `save` has written.
-        target: what to make; nothing may be there yet.
-        format: "safetensors", "torch" or "dcp".
-        names: what our leaves are called there; as in `load_weights`, so that one table serves both. Those of a
-            functionalized module (`net.sources`) bring its persistent buffers along, as the checkpoint has them where
-            the forward writes them.
-        what: "params" for the main parameters, under the paths of the layout; "all" for every leaf, under the paths of
-            the manifest, such as `params.blocks.wq`, `opt_state.mu.blocks.wq` and `step`; "fsdp2" (in "dcp" alone) for
-            all that `dcp.load` asks for to fill `{"model": m, "optim": o}`, where m and o are what torch's
-            `get_state_dict(model, optimizer)` returns. The names match the parameters. The optimizer was
-            `adamw`, or `from_torch` of one of torch's, also under `chain` and `multi_transform`.
-        settings: for "fsdp2", of the optimizer there, which takes them over: `optimizer.defaults`; or those of each
-            group of parameters, as `get_state_dict` has them, with names of parameters under `params`.
-        max_file_bytes: files of more than one tensor are at most this large; "torch" always makes one file.
+        source: Path of a checkpoint written by `fs.checkpoint.save`.
+        target: Path to create; it must not exist.
+        format: "torch", a file with a flat state dict for `torch.load(weights_only=True)`; "safetensors", a directory
+            with `model.safetensors`, or with several files and their index; or "dcp", a directory for
+            `torch.distributed.checkpoint.load`.
+        names: Names of our leaves in the output, as in `load_weights`. Those of a functionalized module (`net.sources`)
+            include its persistent buffers.
+        what: "params" exports main parameters, under the paths of the layout. "all" exports every leaf, under paths
+            such as `params.blocks.wq`, `opt_state.mu.blocks.wq` and `step`. "fsdp2" (with "dcp") exports what
+            `dcp.load` needs to fill `{"model": m, "optim": o}`, with m and o from torch's
+            `get_state_dict(model, optimizer)`; the optimizer must be `adamw` or `from_torch`, also under `chain` and
+            `multi_transform`.
+        settings: Settings of the optimizer for "fsdp2": `optimizer.defaults`, or a dict for each parameter group, as
+            in `get_state_dict`, with the names of its parameters under `params`.
+        max_file_bytes: Size limit of files with more than one tensor; "torch" always writes one file.
+
+    Returns:
+        An `Exported`: path, format, number of tensors, and file sizes.
 
     Raises:
-        CheckpointError: no checkpoint, or a damaged one; names that do not fit; something is at the target; an
-            optimizer that FSDP2 has no state for, or settings that are missing or do not fit.
-            A file that cannot be written: nothing is left at the target.
+        CheckpointError: No checkpoint, or a damaged one; names that don't fit; a target that exists or cannot be
+            written; an optimizer or settings that "fsdp2" cannot express. Nothing is left at the target.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -115,14 +113,14 @@ def export(
     rows = [f"format is {format!r}: formats are {', '.join(FORMATS)}"] if format not in FORMATS else []
     rows += there
     if format == "torch" and where.name.endswith(".safetensors"):
-        rows.append(f"{where}: torch.load takes a name that ends in .safetensors for a file of that format")
+        rows.append(f"{where}: torch.load reads a file that ends in .safetensors as that format")
     if what not in _WHAT:
         rows.append(f"what is {what!r}: choices are {', '.join(map(repr, _WHAT))}")
     elif what == "fsdp2" and format != "dcp":
         rows.append(f"what='fsdp2' is for format 'dcp', not {format!r}")
-    rows += ["settings= are of what='fsdp2' alone"] if settings is not None and what != "fsdp2" else []
+    rows += ["settings= is for what='fsdp2' only"] if settings is not None and what != "fsdp2" else []
     if rows:
-        raise CheckpointError(message("cannot write.", rows))
+        raise CheckpointError(message(f"cannot write {where}.", rows, "Change these arguments."))
     with directory.wording_failures():
         leaves = open_source(*directory.found(source))
     items, values = _plan(leaves, names, what, format, settings)
@@ -140,7 +138,7 @@ def export(
 def _plan(
     leaves: Source, names: Names, what: str, format: str, settings: Settings | None
 ) -> tuple[list[Item], dict[str, Any]]:
-    """The tensors to write, in the order of the leaves, and values that are no tensors."""
+    """Return the tensors to write, in the order of the leaves, and values that aren't tensors."""
     values: dict[str, Any] = {}
     if what == "fsdp2":
         result, values, rows = plan_fsdp2(leaves.leaves, names, settings)
@@ -167,20 +165,20 @@ def _plan(
         else:
             part = Part(f"{prefix}{name}", (), tuple(value.shape), transposed=False)
             item = Item(name, part, value.dtype, value.cpu())
-        rows += [f"{name}: a leaf and a buffer of the module"] if item.part.name in items else []
+        rows += [f"{name}: a leaf and a buffer have this name"] if item.part.name in items else []
         if format == "safetensors" and item.dtype not in SAFETENSORS.values():
             rows.append(f"{name}: safetensors has no {item.dtype}")
         items[item.part.name] = item
     if rows:
-        mend = "names={ours: theirs} gives every leaf a name of its own, blocks with {i}."
+        mend = "Pass names={ours: theirs}, a unique name for each leaf, with {i} for the blocks of a stack."
         if what == "fsdp2":
-            mend += " settings=optimizer.defaults are those of the optimizer there."
-        raise CheckpointError(message(f"cannot name {len(rows)} tensors.", rows, mend))
+            mend += " Pass settings=optimizer.defaults of the optimizer that loads them."
+        raise CheckpointError(message("cannot name some tensors.", rows, mend))
     return list(items.values()), values
 
 
 def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[Item], list[str]]:
-    """The tensors that some or all leaves are, and one row for each leaf that cannot be named."""
+    """Return the tensors of the selected leaves, and a row for each leaf that cannot be named."""
     wanted = {
         path if what == "all" else path.removeprefix("params").removeprefix("."): path
         for path in leaves.leaves
@@ -197,29 +195,28 @@ def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[I
 
 
 def _windows(leaves: Source, item: Item) -> Iterator[tuple[Box, Tensor]]:
-    """A tensor piece by piece, in the order of its memory; each piece follows the one before without a gap."""
-    whole = boxes.full(item.part.shape)
-    for box in pieces(whole, item.dtype.itemsize) if item.bytes else [whole]:
+    """Yield a tensor in contiguous pieces, in the order of its memory."""
+    full = boxes.full(item.part.shape)
+    # A tensor without elements is one empty piece: it has no bytes, but DCP records it.
+    for box in pieces(full, item.dtype.itemsize) if item.bytes else [full]:
         x = torch.empty(boxes.shape_of(box), dtype=item.dtype)
-        ours = x.mT if item.part.transposed else x
+        ours = x.mT if item.part.transposed else x  # read into a transposed view: no second copy
         if item.value is not None:
-            ours.copy_(item.value[boxes.relative(box, whole)])
+            ours.copy_(item.value[boxes.relative(box, full)])
         else:
             leaves.read(item.path, our_box(item.part, box), ours[(None,) * len(item.part.lead)])
         yield box, x
-        del x, ours  # before the next one is made
+        del x, ours  # free it before the next one is allocated
 
 
 # -------------------------------------------------------------------------------------------------------------- formats
-
-
 def _write_torch(leaves: Source, items: Sequence[Item], file: Path) -> None:
-    """torch leaves room for every tensor, which is then filled."""
+    """Let torch write a file with room for each tensor, then fill it piece by piece."""
     with _compat.shapes_only():
         state = {item.part.name: torch.empty(item.part.shape, dtype=item.dtype) for item in items}
     try:
         _compat.save_without_data(state, file)
-    except RuntimeError as error:  # torch's zip writer has lost count: the system took less than it was given
+    except RuntimeError as error:  # a short write, such as on a full disk, fails a check of torch's zip writer
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(message(f"cannot write {file.parent}.", [reason])) from error
     with file.open("r+b") as stream:

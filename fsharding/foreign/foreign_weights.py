@@ -1,6 +1,6 @@
-"""Weights that another program wrote: a `torch.save` file, a DCP directory, safetensors; any slice of any tensor.
+"""Open weights that another program wrote, as a `torch.save` file, a DCP directory or safetensors, to read any slice.
 
-Guarantee: `read` gives the bits of the file, and never holds more than a window of it.
+Guarantee: `read` returns the bits of the file, and never holds more than a window of it.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _FUNCTION = "fs.foreign.open_weights"
 _WRAPPERS = ("module.", "_orig_mod.")
 _NONE: dict[str, str] = {}
 _ORDERED = "collections.OrderedDict"
-_DEPTH, _FREE_VALUES = 100, 10_000  # of what a file holds: depth, and values beyond one for each byte of its pickle
+# Limits of the values in a file: their nesting, and their number beyond one per byte of the pickle.
+_DEPTH, _FREE_VALUES = 100, 10_000
 
-_INDEX_LIMIT = 64 << 20
-"""Bytes of an index that is read."""
+_INDEX_LIMIT = 64 << 20  # the largest index, in bytes
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name in files of another program.
+    """Tensors in files of another program; returned by `open_weights`.
 
     Attributes:
-        path: where they are.
+        path: Path of the file or directory.
         format: "torch", "dcp" or "safetensors".
-        leaves: shape and dtype by name.
-        others: names of entries of a `torch.save` file or of DCP that hold no tensors, or objects that are not read.
-        reader: reads a slice; see `read`.
-        unread: tensors that are not read, by name: why, and what to save instead.
+        leaves: Shape and dtype of each tensor by name.
+        others: Names of entries without tensors, and of objects that are not read.
+        reader: Function that reads a slice; call `read` instead.
+        unread: Tensors that cannot be read, by name, with the reason and what to save instead.
 
     Example:
         >>> import tempfile
@@ -75,16 +75,16 @@ class Weights:
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
-        """Reads a slice of a tensor.
+        """Read a slice of a tensor.
 
         Args:
-            name: which.
-            box: which part of it.
-            out: of the box's shape; the elements are cast to its dtype.
+            name: Name of the tensor, a key of `leaves`.
+            box: Half-open index range per dim.
+            out: Tensor in the shape of the box, which is overwritten; elements are cast to its dtype.
 
         Raises:
-            CheckpointError: the file does not hold what its index says, or has become shorter; a tensor in `unread`, or
-                of a dtype that torch does not cast.
+            CheckpointError: A file that has changed or contradicts its index; a tensor in `unread`; a dtype that torch
+                doesn't cast.
         """
         try:
             if why := self.unread.get(name, "") or not_cast(self.leaves[name], out.dtype):
@@ -93,38 +93,39 @@ class Weights:
         except (EOFError, NotImplementedError, OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            # A user may call this as well, within no public function.
+            # Users may call this method too, outside of any public function.
             caller = public_name()
             caller = _FUNCTION if caller == "fsharding" else caller
             raise call_as(caller, _Refusal(f"{name}: {error}").worded, self.path) from error
 
 
 def not_cast(stored: LeafType, dtype: torch.dtype) -> str:
-    """Why a tensor is not read in a dtype; empty where it is."""
+    """Return why a tensor cannot be read in a dtype; "" if it can."""
     if stored.dtype != torch.float4_e2m1fn_x2 or dtype == stored.dtype:
         return ""
-    what = f"it is {stored}: packed values of 4 bits, two to an element, which torch casts to no other dtype"
-    return f"{what}; read it as {stored.dtype}, or save the numbers that they stand for"
+    what = f"it is {stored}: 4-bit values, two per element, which torch cannot cast"
+    return f"{what}; read it as {stored.dtype}, or save dequantized values"
 
 
 @public
 def open_weights(path: StrPath, prefix: str = "") -> Weights:
-    """Finds out what is at a path and where its tensors are. Reads no tensor.
+    """Open the weights at a path and list their tensors, without reading them.
 
-    A `torch.save` file holds a state dict, or dicts of them: `{"model": {"w": ...}}` has the name `model.w`. What DDP
-    and torch.compile put before every name (`module.`, `_orig_mod.`) is left out. A directory holds what
-    `torch.distributed.checkpoint.save` wrote, or one `.safetensors` file, or several files and their index, or the
-    shards that torch's `HuggingFaceStorageWriter` leaves. Tensors of kinds that are not read are in `unread`. Where a
-    `config.json` beside them has a `quantization_config` of fp8 in blocks, each pair of codes and scales is one tensor,
-    float32, of the numbers that they stand for; other kinds are refused. The file or the index itself, as the path,
-    gives codes and scales as they are.
+    Names of a nested state dict are joined by dots: `{"model": {"w": ...}}` has `model.w`. The prefixes of DDP and
+    torch.compile (`module.`, `_orig_mod.`) are removed. If `config.json` in the directory has a `quantization_config`
+    of block-wise fp8, values and scales appear as one dequantized float32 tensor; other quantizations raise an error.
 
     Args:
-        path: a file or a directory.
-        prefix: take the names that begin with it, without it, such as "model.".
+        path: Path of a `torch.save` file, a `.safetensors` file or an index of some; or a directory written by
+            `torch.distributed.checkpoint.save` or torch's `HuggingFaceStorageWriter`, or of safetensors. The path of an
+            fp8 file or index, instead of its directory, gives values and scales as stored.
+        prefix: Prefix of the names to return, which is removed, such as "model.".
+
+    Returns:
+        A `Weights`. Tensors that cannot be read, such as nested ones, are in its `unread`.
 
     Raises:
-        CheckpointError: nothing there that can be read, damaged or cut off, an index that leads out of its directory.
+        CheckpointError: No readable file, a damaged or truncated one, or an index that points outside of its directory.
 
     Example:
         >>> import tempfile
@@ -138,7 +139,7 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
 
 
 def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
-    """`open_weights` for another public function."""
+    """Open weights like `open_weights`, in the name of a different public function."""
     check_local(path)
     where = Path(path)
     try:
@@ -150,24 +151,18 @@ def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
         raise
     except _Refusal as refused:
         raise refused.worded(where, mend) from refused
-    except OSError as error:
-        raise _Refusal(error.strerror or str(error)).worded(where) from error
-    except ValueError as error:
-        raise _Refusal(str(error)).worded(where) from error
+    except (OSError, ValueError) as error:
+        raise _Refusal(getattr(error, "strerror", None) or str(error)).worded(where) from error
     leaves = {name.removeprefix(prefix): leaf for name, leaf in result.leaves.items() if name.startswith(prefix)}
     unread = {name.removeprefix(prefix): why for name, why in result.unread.items() if name.startswith(prefix)}
     reader = result.reader
     return replace(
-        result,
-        path=where,
-        leaves=leaves,
-        unread=unread,
-        reader=lambda name, *part: reader(prefix + name, *part),
+        result, path=where, leaves=leaves, unread=unread, reader=lambda name, *part: reader(prefix + name, *part)
     )
 
 
 def _where(path: StrPath) -> Path:
-    """The real path of what a user named; of a link into the blobs of a Hub cache, the link, which has the name."""
+    """Return the real path of what a user named, or the link itself if it points to a nameless blob of a Hub cache."""
     given = Path(os.path.realpath(os.path.dirname(os.path.abspath(path)))) / os.path.basename(os.path.abspath(path))
     tree = own_tree(given.parent)
     real = Path(os.path.realpath(given))
@@ -175,7 +170,7 @@ def _where(path: StrPath) -> Path:
 
 
 class _Refusal(ValueError):
-    """A reason not to read something, with the mend and the file where these are not the usual ones."""
+    """A reason not to read a file, with a fix and a path if the default ones don't fit."""
 
     def __init__(self, *rows: str, mend: str = "", where: Path | None = None) -> None:
         super().__init__(", ".join(rows[:1]))
@@ -184,14 +179,12 @@ class _Refusal(ValueError):
         self.where = where
 
     def worded(self, where: Path, mend: str = "") -> CheckpointError:
-        """The error for the caller of a public function."""
-        mend = self.mend or mend or "Give a torch.save file of a state dict, a directory of torch DCP, or safetensors."
+        """Word the error for the caller of a public function."""
+        mend = self.mend or mend or "Pass a torch.save file of a state dict, a directory of torch DCP, or safetensors."
         return CheckpointError(message(f"cannot read {self.where or where}.", self.rows, mend))
 
 
 # ----------------------------------------------------------------------------------------------------------- by content
-
-
 def _directory(folder: Path) -> Weights:
     names = sorted(os.listdir(folder))
     if os.path.lexists(folder / METADATA):
@@ -210,7 +203,7 @@ def _directory(folder: Path) -> Weights:
 
 
 def _as_numbers(weights: Weights, folder: Path) -> Weights:
-    """Weights of a directory, with codes as the numbers that they stand for."""
+    """Dequantize the weights of a directory, if its `config.json` names a format."""
     try:
         blocks = coded_weights.blocks_in(folder)
         if blocks is None:
@@ -222,7 +215,8 @@ def _as_numbers(weights: Weights, folder: Path) -> Weights:
 
 
 def open_file(file: Path) -> Weights:
-    """Finds out what is in a file."""
+    """Open a file by the format of its first bytes."""
+    # A link is followed only within one model of a Hub cache: weights come from strangers.
     real = beside(file.parent, file.name) if file.is_symlink() else file
     match _kind_of(real):
         case "zip":
@@ -233,16 +227,17 @@ def open_file(file: Path) -> Weights:
             return _indexed(file)
         case "pickle":
             mend = "Load it with torch.load(weights_only=True) and torch.save it again."
-            raise _Refusal("it is in torch's format of before 1.6, or a plain pickle", mend=mend)
+            raise _Refusal("it is in torch's format before 1.6, or a plain pickle", mend=mend)
         case _:
-            raise _Refusal("its first bytes are of no format that is known here")
+            raise _Refusal("its first bytes match no supported format")
 
 
 def _kind_of(file: Path) -> str:
-    """The format of a file by its first bytes; "" for one that is not known here."""
+    """Return the format of a file by its first bytes; "" if it is unknown."""
     with open_plain(file) as stream:
         head = stream.read(9)
-    # Before the others: a length of 640 begins as a pickle does, and one of 123 as a JSON object. Text is no length.
+    # Safetensors first: a header length of 640 has the first byte of a pickle, one of 123 that of a JSON object. The
+    # bytes of a JSON text, read as a length, exceed `LARGEST`.
     if head[8:] == b"{" and (head[:1] != b"{" or int.from_bytes(head[:8], "little") <= LARGEST):
         return "safetensors"
     firsts = {b"PK\x03\x04": "zip", b"\x80\x02": "pickle", b"{": "index"}
@@ -250,7 +245,7 @@ def _kind_of(file: Path) -> str:
 
 
 def table_of(index: Path) -> dict[str, str]:
-    """The file of each tensor, by an index."""
+    """Return the file of each tensor, from an index."""
     entries = read_json(beside(index.parent, index.name), most=_INDEX_LIMIT, finite=False)
     table = entries.get("weight_map") if isinstance(entries, dict) else None
     if not isinstance(table, dict):
@@ -259,25 +254,26 @@ def table_of(index: Path) -> dict[str, str]:
 
 
 def _indexed(index: Path) -> Weights:
-    """Several files, and a JSON table that says which tensor is in which."""
+    """Open several files by the JSON index of their tensors."""
     table = table_of(index)
     folder = index.parent
     names = [*{str(name): name for name in table.values()}.values()]
     if rows := [f"{name}: {why}" for name in names if (why := _leads_out(folder, name))]:
-        mend = "Every file has to lie beside the index, or be a link inside one model of a Hub cache; copy other links."
+        mend = "Put every file next to the index; links may only point inside the same model of a Hub cache."
         raise _Refusal(*rows, mend=mend, where=index)
+    # Open every file before the first read, so that a missing or damaged one raises here.
     parts = {name: _part(beside(folder, name), name) for name in names}
     unread = {leaf: parts[name].unread[leaf] for leaf, name in table.items() if leaf in parts[name].unread}
     kept = {leaf: name for leaf, name in table.items() if leaf not in unread}
     if lost := [f"{leaf} is not in {name}" for leaf, name in kept.items() if leaf not in parts[name].leaves]:
-        raise _Refusal(*lost, mend="Get the files again: they do not belong to this index.", where=index)
+        raise _Refusal(*lost, mend="Download the files again: they do not belong to this index.", where=index)
     leaves = {leaf: parts[name].leaves[leaf] for leaf, name in kept.items()}
     kinds = "+".join(sorted({part.format for part in parts.values()}))
     return Weights(folder, kinds, leaves, (), lambda leaf, *part: parts[table[leaf]].reader(leaf, *part), unread)
 
 
 def _part(file: Path, name: str) -> Weights:
-    """One of several files."""
+    """Open one of several files, with its name in errors."""
     try:
         return open_file(file)
     except _Refusal as refused:
@@ -288,9 +284,9 @@ def _part(file: Path, name: str) -> Weights:
 
 
 def _leads_out(folder: Path, name: object) -> str | None:
-    """Why a name does not belong to a plain file of a directory."""
+    """Return why a name is no plain file of a directory, or None."""
     if not is_plain_name(name):
-        return "is no plain file name"
+        return "isn't a plain file name"
     try:
         real = beside(folder, str(name))
     except FileNotFoundError:
@@ -298,17 +294,15 @@ def _leads_out(folder: Path, name: object) -> str | None:
     except (OSError, ValueError) as error:
         return str(error).removeprefix("it ")
     if not stat.S_ISREG(os.lstat(real).st_mode):
-        return "is no plain file"
+        return "isn't a plain file"
     return "is an index itself" if _kind_of(real) == "index" else None
 
 
 # ---------------------------------------------------------------------------------------------------------- the formats
-
-
 def _of_ranges(
     file: Path, kind: str, ranges: Mapping[str, Range], others: Sequence[str] = (), unread: Mapping[str, str] = _NONE
 ) -> Weights:
-    """Tensors that each lie in one piece."""
+    """Return weights of which each tensor is one range of a file."""
     leaves = {name: LeafType(where.shape, where.dtype) for name, where in ranges.items()}
     return Weights(file, kind, leaves, tuple(others), lambda name, *part: _read(file, ranges[name], *part), unread)
 
@@ -332,11 +326,11 @@ def _header(file: Path) -> Header:
         with open_plain(file) as stream:
             return header_of(stream)
     except EOFError as error:
-        raise _Refusal(str(error), mend="It is cut off: get it again.") from error
+        raise _Refusal(str(error), mend="It is truncated: download it again.") from error
 
 
 def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
-    """Tensors of which each file has parts, as torch's `HuggingFaceStorageWriter` leaves them; None for other files."""
+    """Open files with shards of tensors, as torch's `HuggingFaceStorageWriter` writes them; None for other files."""
     found: dict[str, dict[Box, tuple[Path, Range]]] = {}
     unread: dict[str, str] = {}
     for name in names:
@@ -351,7 +345,7 @@ def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
         for leaf, where in ranges.items():
             starts = table[leaf].get("saved_offsets") if isinstance(table, dict) and leaf in table else None
             if not isinstance(starts, list) or len(starts) != len(where.shape) or not is_shape(starts):
-                raise ValueError(f"{name}: {leaf} does not say where it begins")
+                raise ValueError(f"{name}: {leaf} has no valid saved_offsets")
             box = tuple((a, a + n) for a, n in zip(starts, where.shape, strict=True))
             found.setdefault(leaf, {}).setdefault(box, (file, where))
     shapes = {
@@ -370,7 +364,7 @@ def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
 
 
 def _not_whole(leaf: str, shape: tuple[int, ...], parts: Mapping[Box, tuple[Path, Range]]) -> str:
-    """Why parts do not make one tensor; empty where they do."""
+    """Return why parts don't make one tensor; "" if they do."""
     volume = sum(map(boxes.volume, parts))
     if len({where.dtype for _, where in parts.values()}) > 1:
         return f"{leaf}: its parts have several dtypes"
@@ -380,14 +374,14 @@ def _not_whole(leaf: str, shape: tuple[int, ...], parts: Mapping[Box, tuple[Path
 
 
 def _dcp(folder: Path) -> Weights:
-    """What plain torch saved: leaves in chunks, and tensors inside other values, such as tuples, which are pickled."""
+    """Open a DCP directory: leaves in chunks, and tensors inside of other values, such as tuples, which are pickled."""
     source = open_source(folder, None)
     ranges: dict[str, tuple[Path, Range]] = {}
     unread = dict(source.unread)
     others: list[str] = []
     for path, (name, start, length) in source.records.items():
         found = _in_record(folder / name, start, length, path)
-        # `.metadata` describes a tensor of a subclass as a plain one: only its record shows what it is.
+        # `.metadata` describes a tensor subclass as a plain tensor; only its record has the class.
         unread |= {inner: str(x) for inner, x in found.items() if isinstance(x, OddTensorError)}
         if path in source.leaves:
             continue
@@ -405,7 +399,7 @@ def _dcp(folder: Path) -> Weights:
 
 
 def _in_record(file: Path, start: int, length: int, path: str) -> dict[str, Range | OddTensorError | None]:
-    """What a record holds, by path; None at its own path if that cannot be told."""
+    """Return the contents of a record by path; None at the record's path if it cannot be parsed."""
     with open_plain(file) as stream:
         try:
             record = torch_file(stream, start, length)
@@ -414,9 +408,7 @@ def _in_record(file: Path, start: int, length: int, path: str) -> dict[str, Rang
         try:
             return dict(_entries(record, path))
         except ValueError as error:
-            why = (
-                f"it holds tensors in an object of a class ({error}): save a dict, such as x._asdict() of a NamedTuple"
-            )
+            why = f"it has tensors in an object of a class ({error}): save a dict, such as x._asdict() of a NamedTuple"
             return {path: OddTensorError(why) if record.has_tensors else None}
 
 
@@ -443,15 +435,16 @@ def _torch(file: Path) -> Weights:
 
 
 def _entries(file: TorchFile, path: str = "") -> Iterator[tuple[str, Range | OddTensorError | None]]:
-    """Yield what a file holds by dotted path: tensors, why others are not read, and None for other values."""
-    # A dict may be in two dicts, which are in two dicts, and so on: all together is to be about as much as is written.
+    """Yield the contents of a file by dotted path: tensors, why others are not read, and None for other values."""
+    # Pickles share objects: nested dicts that each contain one dict twice have exponentially many paths. The number of
+    # values is limited by the size of the file.
     left = _FREE_VALUES + file.size
 
     def walk(node: Any, path: str, depth: int) -> Iterator[tuple[str, Range | OddTensorError | None]]:
         nonlocal left
         left -= 1
         if depth > _DEPTH or left < 0:
-            raise ValueError("what it holds is too deep, or too much for its size")
+            raise ValueError("its values are nested too deeply, or too many for its size")
         if isinstance(node, Made):
             try:
                 found = file.tensor(node)
@@ -478,12 +471,12 @@ def _entries(file: TorchFile, path: str = "") -> Iterator[tuple[str, Range | Odd
 
 
 def _named(pairs: Pairs, path: str) -> dict[str, Any]:
-    """Return the items of a dict by the texts of their keys, without the prefix that a wrapper put before every key."""
+    """Return the items of a dict by their keys as strings, without a wrapper's prefix of all keys."""
     items: dict[str, Any] = {}
     for key, value in pairs:
         parts = key if type(key) is tuple else (key,)
         if not all(type(part) in (str, int, float, bool, type(None)) for part in parts):
-            raise ValueError("a key is neither a text nor a number")
+            raise ValueError("a key is neither a string nor a number")
         if str(key) in items:
             raise ValueError(f"two entries have the name {path}.{key}" if path else f"two entries have the name {key}")
         items[str(key)] = value
@@ -494,10 +487,10 @@ def _named(pairs: Pairs, path: str) -> dict[str, Any]:
 
 
 def _ordered(made: Made) -> Pairs:
-    """Return the items of an `OrderedDict`: those put into it, or those that it was called with."""
+    """Return the items of a pickled `OrderedDict`: from its state, or from its arguments."""
     if isinstance(made.state, Pairs):
         return made.state
     items = made.args[0] if made.args else []
     if not isinstance(items, list) or not all(isinstance(item, list | tuple) and len(item) == 2 for item in items):
-        raise ValueError("it has no pairs where some belong")
+        raise ValueError("an OrderedDict in it has no pairs")
     return Pairs((key, value) for key, value in items)

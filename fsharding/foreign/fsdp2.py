@@ -1,4 +1,4 @@
-"""What `get_state_dict(model, optimizer)` of torch calls the leaves of a training state: parameters, moments, steps."""
+"""Map the leaves of a training state to the names in torch's `get_state_dict(model, optimizer)`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fsharding.sharding.named_sharding import LeafType
 __all__ = ["Item", "Settings", "plan_fsdp2"]
 
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""Of the optimizer there: of its only group of parameters, or of each, with their names under `params`."""
+"""Settings of a torch optimizer: of its only parameter group, or of each, with parameter names under `params`."""
 
 _ADAM = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 
 
 class Item(NamedTuple):
-    """A tensor to write: a part of one of our leaves, in a dtype; or a constant, which no leaf has."""
+    """A tensor to write: a part of a leaf, or a constant `value`."""
 
     path: str
     part: Part
@@ -36,17 +36,17 @@ class Item(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """The optimizer state of a parameter: its leaf here, its name in torch, the leaf with the count."""
+    """One tensor of a parameter's optimizer state."""
 
-    path: str
-    name: str
-    count: str
+    path: str  # of our leaf
+    name: str  # in torch
+    count: str  # path of the leaf with the step count
 
 
 def plan_fsdp2(
     leaves: Mapping[str, LeafType], names: Names, settings: Settings | None
 ) -> tuple[list[Item], dict[str, Any], list[str]]:
-    """Return where each tensor comes from, values that are no tensors, and a row for each that FSDP2 cannot have."""
+    """Return the tensors to write, values that aren't tensors, and a row for each leaf that FSDP2 has no place for."""
     paths = [path for path in leaves if path == "params" or path.startswith("params.")]
     params = {path.removeprefix("params").removeprefix("."): path for path in paths}
     rows: list[str] = []
@@ -73,13 +73,13 @@ def plan_fsdp2(
 
 
 def _slots(leaves: Mapping[str, LeafType], params: Mapping[str, str], rows: list[str]) -> dict[str, list[_Slot]]:
-    """The optimizer state of each parameter; leaves that torch has no name for are added to the rows."""
+    """Return the optimizer state of each parameter; add a row for each leaf that torch has no name for."""
     result: dict[str, list[_Slot]] = {}
     for path, leaf in leaves.items():
         steps = path.split(".")
         if steps[0] != "opt_state" or (steps[-1] == "count" and leaf.shape == ()):
             continue
-        for k in range(2, len(steps) + 1):  # the longest end of it that is a parameter
+        for k in range(2, len(steps) + 1):  # find the longest suffix that is the path of a parameter
             head = steps[:k]
             param = ".".join(steps[k:])
             if param not in params:
@@ -91,14 +91,14 @@ def _slots(leaves: Mapping[str, LeafType], params: Mapping[str, str], rows: list
                 result.setdefault(param, []).append(_Slot(path, name, ".".join([*count, "count"])))
                 break
         else:
-            rows.append(f"{path} is {leaf}: FSDP2 has Adam's moments, and what fs.optim.from_torch keeps")
+            rows.append(f"{path} is {leaf}: supported are Adam's moments, and the state of fs.optim.from_torch")
     return result
 
 
 def _groups(settings: Settings | None, trained: Sequence[str], rows: list[str]) -> dict[str, Any]:
-    """The groups of parameters, value by value."""
+    """Return the values of the parameter groups by name; add a row for each that doesn't fit."""
     if settings is None:
-        rows.append("settings= is missing: dcp.load takes the groups of the optimizer over, such as its learning rate")
+        rows.append("settings= is missing: dcp.load restores the optimizer's groups, such as its learning rate")
         return {}
     groups = [{**settings, "params": trained}] if isinstance(settings, Mapping) else [{**group} for group in settings]
     values: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def _groups(settings: Settings | None, trained: Sequence[str], rows: list[str]) 
         for name, value in group.items():
             values[f"optim.param_groups.{number}.{name}"] = value
             if not _is_plain(value):
-                rows.append(f"settings of group {number}: {name} is {type(value).__name__}, no plain value")
+                rows.append(f"settings of group {number}: {name} is {type(value).__name__}, not a plain value")
     listed = Counter(name for group in groups for name in group.get("params", ()))
     rows += [f"settings: {name} is in no group" for name in trained if name not in listed]
     rows += [f"settings: {name} is in a group, but has no moments" for name in sorted(listed.keys() - {*trained})]

@@ -1,4 +1,4 @@
-"""`load_weights`: tensors of another program become DTensors in a layout, each rank reading its own boxes alone."""
+"""`load_weights`: load another program's tensors as DTensors of a layout; each rank reads only its own boxes."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def load_weights(
     cast: bool = False,
     extra: Literal["refuse", "ignore"] = "refuse",
 ) -> Tree:
-    """Reads weights that another program wrote. Collective over all ranks, which have to see one file system.
+    """Load weights that another program wrote. Collective over all ranks, which must share a file system.
 
     Args:
-        path: a `torch.save` file, a directory of torch DCP, or safetensors; see `open_weights`.
-        like: a layout, for main parameters as `fs.state_from_params` takes them; or a tree of tensors, such as an
-            optimizer state, whose shapes, dtypes and shardings the result has.
-        names: what our leaves are called there: a table by dotted path, or a function. Blocks are stacked here, so
-            `{"blocks.wq": "layers.{i}.attn.wq.weight"}`; `Transposed(name)` swaps the last two dims,
-            and `Rows(name, (3, 4))` says what `{i}` is in each row. `net.sources` of a functionalized module has all.
-        prefix: take the names that begin with it, without it.
-        cast: accept other dtypes, and cast.
-        extra: "ignore" lets tensors be that nothing asks for.
+        path: Path of a `torch.save` file, a DCP directory, or safetensors; see `open_weights`.
+        like: Layout, to load main parameters for `fs.state_from_params`; or a tree of tensors, such as an optimizer
+            state, to load a tree of the same shapes, dtypes and shardings.
+        names: Names of our leaves in the files: a dict by dotted path, or a function of the path. `{i}` stands for the
+            index in a stack: `{"blocks.wq": "layers.{i}.attn.wq.weight"}`. `Transposed(name)` swaps the last two dims;
+            `Rows(name, (3, 4))` lists the values of `{i}`. For a functionalized module, pass `net.sources`.
+        prefix: Prefix of the names to read, which is removed.
+        cast: Whether to cast tensors of different dtypes rather than refuse them.
+        extra: Whether to "refuse" or "ignore" tensors that match no leaf.
 
     Returns:
-        A tree of new tensors. For a layout: main parameters in `layout.main`, frozen ones in `layout.params`.
+        A tree of new tensors; for a layout, main parameters sharded as `layout.main`, frozen ones as `layout.params`.
 
     Raises:
-        CheckpointError: on every rank, with all tensors that are missing, extra, or of another shape or dtype; or
-            weights that cannot be read.
-        ConfigError: the path is a URL.
-        LayoutError: the layout is on an abstract mesh.
+        CheckpointError: Files that cannot be read; tensors that are missing, extra, or of a different shape or dtype,
+            all listed on every rank.
+        ConfigError: The path is a URL.
+        LayoutError: The layout is on an abstract mesh.
 
     Example:
         >>> import tempfile
@@ -74,6 +74,7 @@ def load_weights(
     wants = main_wants(like) if isinstance(like, Layout) else _of_tree(like)
     structure = like.structure if isinstance(like, Layout) else tree.flatten(like)[1]
 
+    # Ranks compare digests of the names, shapes and dtypes that they see: if one differs, all raise, and none hangs.
     def look() -> tuple[Weights, str]:
         weights = weights_at(path, prefix)
         return weights, hashlib.sha256(repr(sorted(weights.leaves.items())).encode()).hexdigest()
@@ -85,11 +86,9 @@ def load_weights(
 
 
 # ------------------------------------------------------------------------------------------------------- what is wanted
-
-
 def _of_tree(like: Tree) -> dict[str, Want]:
     if odd := objections_to_names(tree.paths(like)):
-        raise CheckpointError(message(f"cannot name {len(odd)} leaves.", odd, MEND))
+        raise CheckpointError(message("cannot use the paths of some leaves as names.", odd, MEND))
 
     def want(x: Any) -> Want:
         sharding = sharding_of(x) if isinstance(x, DTensor) else None
@@ -101,7 +100,7 @@ def _of_tree(like: Tree) -> dict[str, Want]:
 def _compare(
     weights: Weights, wants: dict[str, Want], names: Names, prefix: str, *, cast: bool, strict: bool
 ) -> dict[str, list[Part]]:
-    """Return the foreign tensors of each leaf; refuse weights that are not the wanted ones, and list everything."""
+    """Return the foreign tensors of each leaf, or raise an error that lists everything that doesn't match."""
     rows: list[str] = []
     named = parts_by_leaf(names, {path: want.shape for path, want in wants.items()}, rows)
     used = {part.name for own in named.values() for part in own}
@@ -116,15 +115,15 @@ def _compare(
     rows += (unlike := other_constants(names, weights))
     if not rows:
         return named
-    mend = "Say what they are called there: names={ours: theirs}"
+    mend = "Pass their names in the files, names={ours: theirs}"
     mend += f"; {SAME_BUFFERS}" if unlike else ""
     if not cast and any(", wanted is " in row for row in rows):
         mend += "; cast=True casts"
     if strict and any(" is extra: " in row for row in rows):
-        mend += "; extra='ignore' leaves the rest"
+        mend += "; extra='ignore' skips extra ones"
     if not prefix and (common := _common_prefix(weights, used)):
-        mend += f"; prefix={common!r} looks below it"
-    rule = f"cannot use {weights.path}: {len(rows)} tensors are not as they should be."
+        mend += f"; prefix={common!r} reads the names below it"
+    rule = f"cannot use {weights.path}: its tensors do not match."
     raise CheckpointError(message(rule, rows, f"{mend}."))
 
 
@@ -140,26 +139,25 @@ def _objection(part: Part, want: Want, stored: LeafType | None, *, cast: bool) -
 
 
 def _common_prefix(weights: Weights, used: set[str]) -> str | None:
-    """A prefix below which everything is that was not found without it."""
+    """Return the prefix under which all names would be found, or None."""
     first = next(iter(used), "")
     prefixes = [name.removesuffix(first) for name in weights.leaves if name.endswith(f".{first}")]
     return next((p for p in prefixes if all(f"{p}{name}" in weights.leaves for name in used)), None)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
-
-
 def _read(weights: Weights, parts: list[Part], want: Want) -> Tensor:
-    """One leaf in new memory."""
+    """Read one leaf into new memory."""
     leaf = want.empty()
     for box, x in leaf.kept().items():
+        # Parts outside of the box are skipped before any file is opened.
         for part in parts:
             _read_part(weights, part, box, x)
     return leaf.at_rest()
 
 
 def _read_part(weights: Weights, part: Part, box: Box, x: Tensor) -> None:
-    """The part of a foreign tensor in a box of a leaf."""
+    """Read the part of a foreign tensor that is in a box of a leaf."""
     depth = len(part.lead)
     if not all(start <= index < stop for index, (start, stop) in zip(part.lead, box, strict=False)):
         return

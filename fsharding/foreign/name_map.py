@@ -1,4 +1,4 @@
-"""What our leaves are called in weights of another program; the foreign tensors of a leaf tile it."""
+"""Map our leaves to names in another program's weights. The foreign tensors of a leaf tile it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = [
 
 
 class Transposed(NamedTuple):
-    """The name of a foreign tensor that is our leaf with its last two dims swapped, such as `nn.Linear.weight`.
+    """The name of a foreign tensor whose last two dims are swapped relative to our leaf, such as `nn.Linear.weight`.
 
     Attributes:
-        name: may have `{i}` in it, like any other.
+        name: Name in the files, which may contain `{i}`.
 
     Example:
         >>> import tempfile
@@ -41,11 +41,11 @@ class Transposed(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The name of a stack whose blocks are not numbered from 0 there, such as the routed layers behind dense ones.
+    """The name of a stack whose layers aren't numbered from 0 in the files, such as routed layers after dense ones.
 
     Attributes:
-        name: with `{i}` in it.
-        keys: what stands for `{i}` in each row of our leaf, in order: `(3, 4, 5)`.
+        name: Name in the files, with `{i}`.
+        keys: Values of `{i}` for the rows of our leaf, in order, such as `(3, 4, 5)`.
 
     Example:
         >>> import tempfile
@@ -64,11 +64,11 @@ class Rows(NamedTuple):
 
 Name: TypeAlias = str | Transposed | Rows
 Names: TypeAlias = Mapping[str, Name] | Callable[[str], Name] | None
-"""From our dotted path to the foreign name; a path that a table leaves out, and every path by default, is its own."""
+"""The foreign name of each dotted path of ours; a path that isn't in the table is its own name."""
 
 
 class ModuleNames(dict[str, Any]):
-    """Names of a module's leaves in its state dict, and the tensors there that are no leaves: its buffers."""
+    """Names of a module's leaves in its state dict, and its buffers, which aren't leaves."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ModuleNames(dict[str, Any]):
         aliases: Mapping[str, tuple[str, ...]],
         written: Mapping[str, str],
     ) -> None:
-        """Names of a module."""
+        """Make the table: constants by name, all names of a parameter by its first, written buffers by name."""
         super().__init__(names)
         self.constants: Mapping[str, Tensor] = constants
         self.aliases: Mapping[str, tuple[str, ...]] = aliases
@@ -85,12 +85,12 @@ class ModuleNames(dict[str, Any]):
 
 
 def constants_of(names: object) -> Mapping[str, Tensor]:
-    """The tensors of a state dict that are no leaves, where names of a module are given."""
+    """Return the tensors of a module's state dict that aren't leaves."""
     return names.constants if isinstance(names, ModuleNames) else {}
 
 
 def written_constants(names: object, buffers: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the constants to write, by a state where the forward writes them, and a row for each missing one."""
+    """Return the constants to write, from a state's buffers if the forward writes them, and a row per missing one."""
     written = names.written if isinstance(names, ModuleNames) else {}
     result = {name: buffers.get(written.get(name, ""), ours) for name, ours in constants_of(names).items()}
     rows = [f"{name} is written by the forward, and not given" for name, own in written.items() if own not in buffers]
@@ -98,12 +98,12 @@ def written_constants(names: object, buffers: Mapping[str, Any]) -> tuple[dict[s
 
 
 def aliases_of(names: object, name: str) -> tuple[str, ...]:
-    """Every name that the parameter with a foreign name has in its module, the one that optimizers use first."""
+    """Return all names of a parameter in its module; optimizers use the first."""
     return names.aliases.get(name, (name,)) if isinstance(names, ModuleNames) else (name,)
 
 
 def other_constants(names: object, weights: Any) -> list[str]:
-    """Constants of a module that files have with other values, one row each: what is loaded would not be the model."""
+    """Return a row for each constant of a module that the files have with a different value."""
     rows: list[str] = []
     for name, ours in constants_of(names).items():
         there = weights.leaves.get(name)
@@ -115,12 +115,11 @@ def other_constants(names: object, weights: Any) -> list[str]:
             weights.read(name, boxes.full(there.shape), result)
             if torch.equal(result.nan_to_num(), ours.cpu().nan_to_num()):
                 continue
-        rows.append(f"{name} is {there}, and {wanted} of other values in the module, which has it as a buffer")
+        rows.append(f"{name} is {there}, but a buffer of the module, {wanted}, with different values")
     return rows
 
 
-SAME_BUFFERS = "give the module the buffers of the files before fs.functionalize, as its load_state_dict does"
-"""How files and a module get the same constants."""
+SAME_BUFFERS = "load the buffers into the module before fs.functionalize, with its load_state_dict"
 
 
 class Part(NamedTuple):
@@ -133,7 +132,7 @@ class Part(NamedTuple):
 
 
 def naming(names: Names) -> Callable[[str], Name]:
-    """A table of names as a function."""
+    """Convert names to a function."""
     if names is None:
         return lambda path: path
     if callable(names):
@@ -144,7 +143,7 @@ def naming(names: Names) -> Callable[[str], Name]:
 def parts_by_leaf(names: Names, shapes: Mapping[str, Sequence[int]], rows: list[str]) -> dict[str, list[Part]]:
     """Return the foreign tensors of each leaf; add a row for each entry of a table without a leaf, and each misfit."""
     table = names if isinstance(names, Mapping) else {}
-    rows += [f"{path} is no leaf of ours; names has it" for path in table if path not in shapes]
+    rows += [f"{path} is in names, but matches no leaf of ours" for path in table if path not in shapes]
     named = naming(names)
     result: dict[str, list[Part]] = {}
     for path, shape in shapes.items():
@@ -156,7 +155,7 @@ def parts_by_leaf(names: Names, shapes: Mapping[str, Sequence[int]], rows: list[
 
 
 def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
-    """Return the foreign tensors of a leaf."""
+    """Yield the foreign tensors of a leaf."""
     keys: tuple[int | str, ...] | None = None
     if isinstance(name, Rows):
         name, keys = name
@@ -164,7 +163,7 @@ def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
     pattern = name.name if transposed else name
     depth = sum(mark in pattern for mark in MARKS)
     if any(mark not in pattern for mark in MARKS[:depth]) or depth > len(shape):
-        raise ValueError(f"{pattern!r}: indices are {', '.join(MARKS)} in this order, at most one for each dim")
+        raise ValueError(f"{pattern!r}: use {', '.join(MARKS)} in this order, at most one per dim")
     if keys is not None and (depth == 0 or len(keys) != shape[0]):
         held = f"{shape[0]} rows" if depth else "no {i}"
         raise ValueError(f"{pattern!r}: {len(keys)} keys for rows, and {held}")
@@ -181,6 +180,6 @@ def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
 
 
 def our_box(part: Part, box: Box) -> Box:
-    """Where a box of a foreign tensor is in our leaf."""
+    """Return the box of our leaf that corresponds to a box of a foreign tensor."""
     inner = (*box[:-2], box[-1], box[-2]) if part.transposed else box
     return (*((index, index + 1) for index in part.lead), *inner)

@@ -326,25 +326,26 @@ def test_what_fsdp2_cannot_have_is_refused(tmp_path):
         return str(caught.value).splitlines()
 
     assert refused("adamw", None) == [
-        "fs.foreign.export cannot name 1 tensors.",
-        "  settings= is missing: dcp.load takes the groups of the optimizer over, such as its learning rate",
-        "names={ours: theirs} gives every leaf a name of its own, blocks with {i}. settings=optimizer.defaults are those "
-        "of the optimizer there.",
+        "fs.foreign.export cannot name some tensors.",
+        "  settings= is missing: dcp.load restores the optimizer's groups, such as its learning rate",
+        "Pass names={ours: theirs}, a unique name for each leaf, with {i} for the blocks of a stack. Pass "
+        "settings=optimizer.defaults of the optimizer that loads them.",
     ]
     assert refused("adamw", ADAM, "torch") == [
-        "fs.foreign.export cannot write.",
+        f"fs.foreign.export cannot write {tmp_path}/out.",
         "  what='fsdp2' is for format 'dcp', not 'torch'",
+        "Change these arguments.",
     ]
     names = [name for name, _ in Whole().named_parameters()]
     odd = [{**ADAM, "lr": torch.tensor(1e-2), "params": names[1:]}, {"params": [names[1], "gone"]}]
     assert refused("adamw", odd)[1:-1] == [
-        "  settings of group 0: lr is Tensor, no plain value",
+        "  settings of group 0: lr is Tensor, not a plain value",
         "  settings: table.weight is in no group",
         "  settings: gone is in a group, but has no moments",
         "  settings: layers.0.up.weight is in 2 groups",
     ]
     assert (
-        "  opt_state.mu.table.weight is float32[13, 6]: FSDP2 has Adam's moments, and what fs.optim.from_torch keeps"
+        "  opt_state.mu.table.weight is float32[13, 6]: supported are Adam's moments, and the state of fs.optim.from_torch"
         in refused("lion", ADAM)
     )
 

@@ -475,19 +475,14 @@ def test_files_with_other_buffers_than_the_module_are_refused(transformers, tmp_
     (gate,) = (m for name, m in module.named_modules() if name == "model.layers.1.mlp.gate")
     gate.e_score_correction_bias.zero_()
     new = fs.functionalize(module, units)
-    row = (
-        "model.layers.1.mlp.gate.e_score_correction_bias is float32[8], and float32[8] of other values in the module, "
-    )
+    row = "model.layers.1.mlp.gate.e_score_correction_bias is float32[8], but a buffer of the module, float32[8], "
     for load in (hf.load, fs.foreign.load_weights):
         for extra in ("refuse", "ignore"):
             with pytest.raises(CheckpointError) as caught:
                 load(tmp_path / "out", layout, new.files if load is hf.load else new.sources, extra=extra)
             _, *rows, mend = str(caught.value).splitlines()
-            assert rows == [f"  {row}which has it as a buffer"], load
-            assert (
-                "; give the module the buffers of the files before fs.functionalize, as its load_state_dict does"
-                in mend
-            )
+            assert rows == [f"  {row}with different values"], load
+            assert "; load the buffers into the module before fs.functionalize, with its load_state_dict" in mend
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

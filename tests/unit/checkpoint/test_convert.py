@@ -166,21 +166,21 @@ def _raw_safetensors(entry: dict):
     return make
 
 
-ANY = "Give a torch.save file of a state dict, a directory of torch DCP, or safetensors."
-BESIDE = "Every file has to lie beside the index, or be a link inside one model of a Hub cache; copy other links."
+ANY = "Pass a torch.save file of a state dict, a directory of torch DCP, or safetensors."
+BESIDE = "Put every file next to the index; links may only point inside the same model of a Hub cache."
 REFUSALS = {
     "nothing": (lambda path: None, ["  there is no such file or directory", ANY]),
     "text": (
         lambda path: path.write_text("hello, world"),
-        ["  its first bytes are of no format that is known here", ANY],
+        ["  its first bytes match no supported format", ANY],
     ),
-    "empty_file": (lambda path: path.touch(), ["  its first bytes are of no format that is known here", ANY]),
+    "empty_file": (lambda path: path.touch(), ["  its first bytes match no supported format", ANY]),
     "empty_directory": (Path.mkdir, ["  it has no .metadata, and 0 .safetensors files and no index", ANY]),
     "no_index": (_two_files, ["  it has no .metadata, and 2 .safetensors files and no index", ANY]),
     "old_torch": (
         lambda path: torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False),
         [
-            "  it is in torch's format of before 1.6, or a plain pickle",
+            "  it is in torch's format before 1.6, or a plain pickle",
             "Load it with torch.load(weights_only=True) and torch.save it again.",
         ],
     ),
@@ -188,18 +188,21 @@ REFUSALS = {
         lambda path: torch.save(torch.ones(2), path),
         ["  it holds a tensor, not a state dict", ANY],
     ),
-    "up": (_bad_index("../real"), ["  ../real: is no plain file name", BESIDE]),
-    "absolute": (_bad_index("/etc/passwd"), ["  /etc/passwd: is no plain file name", BESIDE]),
+    "up": (_bad_index("../real"), ["  ../real: isn't a plain file name", BESIDE]),
+    "absolute": (_bad_index("/etc/passwd"), ["  /etc/passwd: isn't a plain file name", BESIDE]),
     "link": (_bad_index("link"), ["  link: is a link that leads out of {}", BESIDE]),
-    "no_plain_file": (_bad_index("fifo"), ["  fifo: is no plain file", BESIDE]),
+    "no_plain_file": (_bad_index("fifo"), ["  fifo: isn't a plain file", BESIDE]),
     "itself": (
         _bad_index("model.safetensors.index.json"),
         ["  model.safetensors.index.json: is an index itself", BESIDE],
     ),
     "absent": (_bad_index("absent"), ["  absent: is missing", BESIDE]),
-    "no_name": (_bad_index(3), ["  3: is no plain file name", BESIDE]),  # type: ignore[arg-type]
-    "cut_safetensors": (_cut("safetensors"), ["  w ends at byte 4,072 of 2,000", "It is cut off: get it again."]),
-    "odd_dtype": (_raw_safetensors({"dtype": 4}), ["  w: its dtype is none", ANY]),
+    "no_name": (_bad_index(3), ["  3: isn't a plain file name", BESIDE]),  # type: ignore[arg-type]
+    "cut_safetensors": (
+        _cut("safetensors"),
+        ["  w ends at byte 4,072 of 2,000", "It is truncated: download it again."],
+    ),
+    "odd_dtype": (_raw_safetensors({"dtype": 4}), ["  w: its dtype isn't a string", ANY]),
     "odd_offsets": (
         _raw_safetensors({"data_offsets": [0, 4]}),
         ["  w: {'dtype': 'F32', 'shape': [2], 'data_offsets': [0, 4]} contradicts itself", ANY],
@@ -314,15 +317,15 @@ def test_weights_that_do_not_fit_are_refused_with_every_reason(tmp_path):
     torch.save(tensors, tmp_path / "weights")
     names = MODEL_NAMES | {"scale": "{i}.scale", "heads": "head"}
     assert refusal(fs.foreign.load_weights, tmp_path / "weights", planned(), names) == (
-        f"fs.foreign.load_weights cannot use {tmp_path}/weights: 8 tensors are not as they should be.\n"
-        "  heads is no leaf of ours; names has it\n"
-        "  scale: '{i}.scale': indices are {i}, {j}, {k} in this order, at most one for each dim\n"
+        f"fs.foreign.load_weights cannot use {tmp_path}/weights: its tensors do not match.\n"
+        "  heads is in names, but matches no leaf of ours\n"
+        "  scale: '{i}.scale': use {i}, {j}, {k} in this order, at most one per dim\n"
         "  blocks.b: h.1.mlp.bias is missing; wanted is float32[3]\n"
         "  blocks.w: h.0.mlp.weight is float32[5, 3], wanted is float32[3, 5]\n"
         "  table: wte is float16[7, 3], wanted is float32[7, 3]\n"
         "  scale is extra: float32[]\n"
         "  spare is extra: float32[2]\n"
-        "Say what they are called there: names={ours: theirs}; cast=True casts; extra='ignore' leaves the rest."
+        "Pass their names in the files, names={ours: theirs}; cast=True casts; extra='ignore' skips extra ones."
     ).replace("8 tensors", "7 tensors")
 
 
@@ -330,7 +333,7 @@ def test_weights_below_a_prefix_are_found_with_it(tmp_path):
     state = fs.init_state(weight_draws, optimizer(), fs.random.key(3), planned())
     torch.save({"model": foreign(state), "optimizer": {"exp": torch.ones(2)}}, tmp_path / "weights")
     text = refusal(fs.foreign.load_weights, tmp_path / "weights", planned(), MODEL_NAMES)
-    assert text.endswith("extra='ignore' leaves the rest; prefix='model.' looks below it.")
+    assert text.endswith("extra='ignore' skips extra ones; prefix='model.' reads the names below it.")
     found = fs.foreign.load_weights(tmp_path / "weights", planned(), MODEL_NAMES, prefix="model.")
     assert_bitwise_equal(found, fs.main_params(state.params, state.layout) | {"counts": state.params["counts"]})
 

@@ -47,7 +47,7 @@ def test_every_dtype_that_torch_and_safetensors_have_is_read(dtype, tmp_path):
     assert torch.equal(found.view(torch.uint8), want.view(torch.uint8)[1:3, 2:5])
     assert torch.equal(loaded(weights, "w"), W)
     if dtype == torch.float4_e2m1fn_x2:
-        why = "it is float4_e2m1fn_x2[4, 6]: packed values of 4 bits, two to an element, which torch casts to no other"
+        why = "it is float4_e2m1fn_x2[4, 6]: 4-bit values, two per element, which torch cannot cast"
         assert why in refusal(loaded, weights, "x", kind=CheckpointError)
         text = refusal(fs.foreign.load_weights, tmp_path, {"x": torch.empty(4, 6)}, extra="ignore", cast=True)
         assert f"x: x is not read: {why}" in text and "cast=True" not in text
@@ -66,7 +66,7 @@ def test_a_dtype_that_torch_lacks_makes_one_tensor_unreadable(dtype, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
     weights = fs.foreign.open_weights(tmp_path)
     assert [*weights.leaves] == ["w"] and loaded(weights, "w").tolist() == [1.0, 2.0]
-    why = f"it is {dtype}[4, 2], and torch has no such dtype: save it in one that torch has"
+    why = f"it is {dtype}[4, 2], a dtype that torch lacks: save it in one that torch has"
     assert weights.unread == {"x": why}
     assert why in refusal(weights.read, "x", ((0, 4), (0, 2)), torch.empty(4, 2), kind=CheckpointError)
     like = {"w": torch.empty(2)}

@@ -223,14 +223,14 @@ def test_large_exports_are_several_files_with_an_index(saved, tmp_path):
 def test_an_export_writes_over_nothing(saved, tmp_path):
     (tmp_path / "out").touch()
     assert refusal(fs.foreign.export, saved, tmp_path / "out", "numpy") == (
-        "fs.foreign.export cannot write.\n"
+        f"fs.foreign.export cannot write {tmp_path}/out.\n"
         "  format is 'numpy': formats are torch, safetensors, dcp\n"
-        f"  {tmp_path}/out: something is there, and nothing is ever overwritten"
+        f"  {tmp_path}/out: something is there, and nothing is ever overwritten\nChange these arguments."
     )
 
 
 def test_a_name_that_torch_misreads_is_refused(saved, tmp_path):
-    assert "torch.load takes a name that ends in .safetensors" in refusal(
+    assert "torch.load reads a file that ends in .safetensors" in refusal(
         fs.foreign.export, saved, tmp_path / "out.safetensors", "torch"
     )
 
@@ -239,14 +239,14 @@ def test_names_that_do_not_fit_are_refused_with_every_reason(saved, tmp_path):
     names = {"table": "scale", "blocks.b": "{i}.{j}.{k}", "counts": fs.foreign.Transposed("counts"), "heads": "head"}
     names |= {"blocks.w": fs.foreign.Rows("h.{i}.w", (3, 4, 5)), "none": fs.foreign.Rows("none", ())}
     assert refusal(fs.foreign.export, saved, tmp_path / "out", "torch", names) == (
-        "fs.foreign.export cannot name 6 tensors.\n"
-        "  heads is no leaf of ours; names has it\n"
-        "  blocks.b: '{i}.{j}.{k}': indices are {i}, {j}, {k} in this order, at most one for each dim\n"
+        "fs.foreign.export cannot name some tensors.\n"
+        "  heads is in names, but matches no leaf of ours\n"
+        "  blocks.b: '{i}.{j}.{k}': use {i}, {j}, {k} in this order, at most one per dim\n"
         "  blocks.w: 'h.{i}.w': 3 keys for rows, and 2 rows\n"
         "  counts: 'counts': nothing to transpose in [3]\n"
         "  none: 'none': 0 keys for rows, and no {i}\n"
         "  table: scale is also the name of params.scale\n"
-        "names={ours: theirs} gives every leaf a name of its own, blocks with {i}."
+        "Pass names={ours: theirs}, a unique name for each leaf, with {i} for the blocks of a stack."
     )
 
 
@@ -324,7 +324,7 @@ def test_a_damaged_checkpoint_has_status_1_and_its_file_is_named(saved, capsys):
         (["inspect", "{0}/12/manifest.json"], "CheckpointError: fsharding inspect: fs.checkpoint.inspect finds no checkpoint at "),
         (["reshard", "{0}/12", "{0}/b", "--mesh", "dp"], "ConfigError: fsharding reshard cannot read 'dp' in --mesh dp."),
         (["reshard", "{0}/12", "{0}/b", "--mesh", "dp=2", "--strategy", "zero4"], "ConfigError: fsharding reshard knows no strategy"),
-        (["export", "{0}/12", "{0}/12", "--format", "dcp"], "CheckpointError: fsharding export: fs.foreign.export cannot write."),
+        (["export", "{0}/12", "{0}/12", "--format", "dcp"], "CheckpointError: fsharding export: fs.foreign.export cannot write"),
         (["export", "{0}/12", "{0}/b", "--format", "dcp", "--names", "{0}/no"], "ConfigError: fsharding export finds nothing at 1 of its paths."),
         (["export", "{0}/12", "{0}/b", "--format", "dcp", "--names", "{0}/12"], "ConfigError: fsharding export cannot read --names"),
     ],

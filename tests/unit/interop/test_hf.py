@@ -121,7 +121,7 @@ def test_configs_that_the_decoder_cannot_be(tmp_path):
         "  hidden_act is 'gelu': models.decoder has no such thing",
         "  attention_bias is True: models.decoder has no such thing",
         "  mlp_bias is True: models.decoder has no such thing",
-        "  quantization_config has quant_method None: what is read is quant_method 'fp8' with weight_block_size [rows, "
+        "  quantization_config has quant_method None: supported is quant_method 'fp8' with weight_block_size [rows, "
         "columns], fmt 'e4m3' or 'e5m2' and activation_scheme 'dynamic'",
         "  rope_type is 'longrope': types are default, llama3, yarn",
     ]
@@ -399,11 +399,11 @@ def test_files_that_cannot_be_read(saved, tmp_path):
     index["weight_map"] |= {"ghost": names[3], "far": "../far.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     rows = refusal(hf.load, folder, layout, kind=CheckpointError).splitlines()
-    assert rows[0] == f"fs.hf.load cannot read {folder}." and rows[1] == "  ../far.safetensors: is no plain file name"
+    assert rows[0] == f"fs.hf.load cannot read {folder}." and rows[1] == "  ../far.safetensors: isn't a plain file name"
     assert rows[2].startswith(f"  {names[0]}: ") and " ends at byte " in rows[2]
     assert rows[3:-1] == [
         f"  {names[1]} is missing",
-        f"  {names[2]}: its first bytes are of no format that is known here",
+        f"  {names[2]}: its first bytes match no supported format",
         f"  ghost is not in {names[3]}, where the index has it",
     ]
     assert "  there is no such directory" in refusal(hf.load, tmp_path / "nowhere", layout, kind=CheckpointError)
@@ -449,7 +449,7 @@ def test_what_cannot_be_saved(saved, tmp_path):
         hf.save, tmp_path / "x", params_of(fused), LLAMA_8B, fused, names=names, kind=CheckpointError
     ).splitlines()
     assert rows[1:-1] == [
-        "  blocks.gate: '{j}': indices are {i}, {j}, {k} in this order, at most one for each dim",
+        "  blocks.gate: '{j}': use {i}, {j}, {k} in this order, at most one per dim",
         "  table: 2 names are joined, its layout declares none: name a dim fs.Fused(...)",
         "  0.gate_up of 96 elements gets 48, or some twice",
         "  1.gate_up of 96 elements gets 48, or some twice",
@@ -470,7 +470,7 @@ def test_a_leaf_without_pieces_has_a_row():
     assert rows == [
         "gone is no leaf of ours; its name is 'gone'",
         "many is more tensors than the 2 that are there",
-        "odd: '{j}': indices are {i}, {j}, {k} in this order, at most one for each dim",
+        "odd: '{j}': use {i}, {j}, {k} in this order, at most one per dim",
         "bare has no name there",
     ]
 

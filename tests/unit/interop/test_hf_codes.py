@@ -165,12 +165,12 @@ def test_directories_in_other_formats_are_refused(tmp_path):
     layout = fs.plan_layout({"x": torch.empty(4, 6)}, fs.make_mesh(dp=1))
     good = {"w": torch.ones(4, 6).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 2)}
     read = (
-        "what is read is quant_method 'fp8' with weight_block_size [rows, columns], fmt 'e4m3' or 'e5m2' and "
+        "supported is quant_method 'fp8' with weight_block_size [rows, columns], fmt 'e4m3' or 'e5m2' and "
         "activation_scheme 'dynamic'"
     )
     mend = (
-        "Write the model in bfloat16 first: in transformers, dequantize() and save_pretrained(). To read the codes as "
-        "they are, open the file or the index instead of its directory."
+        "Write the model in bfloat16 first: in transformers, dequantize() and save_pretrained(). To read values "
+        "and scales as stored, open the file or the index instead of its directory."
     )
     cases = {
         "gptq": ({"quant_method": "gptq", "bits": 4}, f"quantization_config has quant_method 'gptq': {read}"),
@@ -213,7 +213,7 @@ def test_codes_and_scales_that_do_not_fit_are_refused(tmp_path):
         "  b_scale_inv is float32[2, 3], wanted is float32[2, 2]: b is float8_e4m3fn[4, 6] in blocks of (2, 3)",
         "  c_scale_inv is int32[2, 2], wanted is float32[2, 2]: c is float8_e4m3fn[4, 6] in blocks of (2, 3)",
         "  d_scale_inv are the scales of d, which is float32[4, 6]",
-        "  e is float8_e4m3fn[]: codes have one dim at least",
+        "  e is float8_e4m3fn[]: quantized values have at least one dim",
     ]
 
 
