@@ -7,12 +7,11 @@ from fsharding.ops.embedding import embedding
 from fsharding.ops.grouped_matmul import grouped_matmul
 from fsharding.ops.linear import column_linear, copy_to_tp, reduce_from_tp, row_linear, split_fused
 from fsharding.ops.loss import cross_entropy
-from fsharding.ops.matmul import scaled_matmul
 from fsharding.ops.moe import combine, dispatch, experts_swiglu
 from fsharding.ops.norm import rms_norm
 from fsharding.ops.rotary import LlamaScaling, YarnScaling, rotary, rotary_frequencies
 from fsharding.ops.router import Routing, balance_loss, expert_counts, next_bias, record_load, route, z_loss
-from fsharding.ops.scaled_mm import ScaledKernel, scaled_kernel
+from fsharding.ops.scaled_mm import ScaledKernel, scaled_kernel, scaled_matmul
 
 __all__ = [
     "LlamaScaling", "Routing", "ScaledKernel", "YarnScaling", "all_to_all", "all_to_all_rows", "attention",

@@ -34,12 +34,12 @@ Kind = Literal["ring", "gather", "ulysses"]
 _KINDS = ("ring", "gather", "ulysses")
 
 _TILE = 1024
-"""With documents, a block is computed in tiles of at most so many queries and keys, and hidden tiles are left out."""
+"""Most queries and keys of a tile. With documents a block is computed in tiles, and hidden tiles are left out."""
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """The static arguments of a call; see `attention`. The members of `group` share the sequence."""
+    """The static arguments of a call to `attention`; the members of `group` share the sequence."""
 
     causal: bool
     scale: float | None
@@ -64,39 +64,35 @@ def attention(
     scale: float | None = None,
     mesh: Mesh | None = None,
 ) -> Tensor:
-    """softmax(scale q k') v over the whole sequence, of which each rank of an axis has a part.
+    """Compute `softmax(scale q k') v` over a sequence whose tokens are sharded over an axis of n ranks: [B, H, T, E].
 
-    On one rank, where the mesh lacks the axis, or where there is no mesh, it is `scaled_dot_product_attention`. Long
-    packed rows are computed in tiles there, without those that are hidden; then it is differentiable once by autograd.
-    With n ranks there are three ways; all ranks go the same.
+    With n = 1 it is `scaled_dot_product_attention`; long packed rows are computed in tiles, without the hidden ones.
+    Unlike torch, it is causal by default and takes fewer key heads than query heads (GQA). Otherwise `kind` selects:
 
-    - "ring" (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"): a rank sends its
-      keys and values around, n - 1 times; in backward again, and their gradients in float32 n times. It holds two
-      blocks besides its own (in backward also three of gradients), computes while the next one is on its way, leaves
-      out what causality hides, and merges by log-sum-exp in float32. Differentiable once by autograd; under a
-      `torch.func` transform it is done as "gather".
-    - "gather": a rank holds the keys and values of all ranks, and a mask [T, n T]. Valid under every transform.
-    - "ulysses" (Jacobs et al. 2023, "DeepSpeed Ulysses"): heads are exchanged for tokens, and back. A rank holds the
-      whole sequence of H / n heads, and sends (n - 1) / n of its queries, keys, values and results each way.
+    - "ring" (Liu et al. 2023, arXiv:2310.01889): keys and values are sent around during compute, and in backward again,
+      with their float32 gradients. Memory for two more blocks (in backward, three of gradients). Hidden blocks are
+      skipped. Differentiable once by autograd; under a `torch.func` transform it runs as "gather".
+    - "gather": all-gathers keys and values, with a mask [T, n T]. Valid under every transform.
+    - "ulysses" (Jacobs et al. 2023, arXiv:2309.14509): all-to-alls exchange heads for tokens and back, so a rank
+      computes H / n heads of the full sequence.
 
     Args:
-        q_BHTE: floating point [B, H, T, E]; T is this rank's part, as `ops.cut_sequence` takes it.
-        k_BKTE: [B, K, T, E]; query head h sees head h // (H / K), so H is a multiple of K.
-        v_BKTE: [B, K, T, E], or of another head dim; then the narrower ones are filled up with zeros.
-        causal: a token sees itself and those before it, by global position.
-        documents: integer [B, T], the document of each token; it then sees tokens of its own document only.
-        axis: the mesh axis along which the sequence is cut.
-        kind: which way. For "ulysses" H is a multiple of the axis; where K is none, some key heads are sent more than
-            once.
-        scale: of the scores; by default 1 / sqrt(E).
-        mesh: by default the mesh of `fs.set_mesh`.
+        q_BHTE: Floating point [B, H, T, E]; T is this rank's tokens, in the order of `ops.cut_sequence`.
+        k_BKTE: [B, K, T, E]; query head h uses key head h // (H / K), so H is a multiple of K.
+        v_BKTE: [B, K, T, E], or with a different head dim; the narrower ones are then padded with zeros.
+        causal: Whether a token attends only to itself and earlier tokens, by global position.
+        documents: Integer [B, T], the document of each token; attention stays inside a document.
+        axis: Mesh axis that shards the sequence. Without a mesh, or on a mesh without it, it has one rank.
+        kind: "ring", "gather", or "ulysses", which needs H to be a multiple of n, and repeats key heads if K isn't.
+        scale: Factor of the scores; by default 1 / sqrt(E).
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
         [B, H, T, E] in the dtype of q; E is the head dim of v.
 
     Raises:
-        SpecError: shapes, dtypes or heads that do not fit each other or the axis; an unknown kind.
-        MeshError: an unknown axis.
+        SpecError: Shapes, dtypes or heads do not match each other or the axis; or `kind` is unknown.
+        MeshError: The axis is unknown.
 
     Example:
         >>> q = k = torch.zeros(1, 1, 4, 8)  # all scores are equal, so a token gets the mean of what it sees
@@ -111,71 +107,71 @@ def attention(
     wide_E = q_BHTE.shape[-1]
     value_E = v_BKTE.shape[-1]
     if wide_E != value_E:
-        # The fast kernels, and messages with keys and values in one, know one head dim; zeros change no score.
+        # The fast kernels, and messages that hold keys and values in one, need one head dim; zeros change no score.
         q, k, v = (F.pad(x, (0, max(wide_E, value_E) - x.shape[-1])) for x in (q_BHTE, k_BKTE, v_BKTE))
         scale = wide_E**-0.5 if scale is None else scale
         again = functools.partial(attention, causal=causal, documents=documents, axis=axis, kind=kind, mesh=mesh)
         return again(q, k, v, scale=scale)[..., :value_E]
-    if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not _can_go_by_blocks(q_BHTE)):
-        return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
+    if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not _can_run_in_blocks(q_BHTE)):
+        return _full(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
     if size == 1:
         return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, _Settings(causal, scale, axis, mesh, _ALONE))
     mesh = mesh if mesh is not None else current_mesh()
     settings = _Settings(causal, scale, axis, mesh, axis_group(mesh, (axis,)))
     if kind == "ulysses":
         return _by_heads(q_BHTE, k_BKTE, v_BKTE, documents, settings)
-    if kind == "gather" or not _can_go_by_blocks(q_BHTE):
+    if kind == "gather" or not _can_run_in_blocks(q_BHTE):
         return _gathered(q_BHTE, k_BKTE, v_BKTE, documents, settings)
     return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, settings)
 
 
-def _can_go_by_blocks(q: Tensor) -> bool:
-    """Whether `_blockwise` can run: torch.func needs a formula, and torch.compile cannot trace messages."""
+def _can_run_in_blocks(q: Tensor) -> bool:
+    """Return whether `_blockwise` can run: torch.func needs a formula, and torch.compile cannot trace messages."""
     return q.numel() > 0 and not _functorch.in_functorch() and not torch.compiler.is_compiling()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str, axis: str, size: int) -> None:
     if kind not in _KINDS:
-        raise SpecError(message(f"knows no kind {kind!r}.", mend=f"Kinds are {', '.join(_KINDS)}."))
+        raise SpecError(message(f"got an unknown kind {kind!r}.", mend=f"Pass one of {', '.join(_KINDS)}."))
     fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
     fits = fits and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     fits = fits and q.dtype == k.dtype == v.dtype
     fits = fits and (documents is None or (tuple(documents.shape) == (q.shape[0], q.shape[2])))
     mend = ""
     if not fits:
-        mend = "Give q as [B, H, T, E], k and v as [B, K, T, E], all of one dtype, and documents as [B, T]."
+        mend = "Pass q as [B, H, T, E], k and v as [B, K, T, E], all of one dtype, and documents as [B, T]."
     elif q.shape[1] % k.shape[1]:
         mend = f"Make the number of query heads, {q.shape[1]}, a multiple of the number of key heads, {k.shape[1]}."
     elif size > 1 and q.shape[2] % 2:
-        mend = f"{q.shape[2]} tokens are not an early and a late chunk of one size: take them with ops.cut_sequence."
+        mend = f"{q.shape[2]} tokens don't split into two equal chunks: shard the sequence with ops.cut_sequence."
     elif size > 1 and kind == "ulysses" and q.shape[1] % size:
-        mend = f"ulysses cannot cut {q.shape[1]} query heads over {axis}: {size}. Use kind='ring' or 'gather'."
+        mend = f"ulysses cannot shard {q.shape[1]} query heads over {axis}: {size}. Use kind='ring' or 'gather'."
     if mend:
         named = {"q": q, "k": k, "v": v} | ({} if documents is None else {"documents": documents})
         rows = [f"{name} is {kind_text(x)}" for name, x in named.items()]
-        raise SpecError(message("got tensors that do not fit.", rows, mend))
+        raise SpecError(message("got tensors that do not match.", rows, mend))
 
 
 # ------------------------------------------------------------------------------------------ all keys and values at once
-def _whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
-    """Attention by torch's own function. With `causal` queries and keys are the same tokens, in ascending order."""
+def _full(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """Compute attention by torch's function; with `causal`, queries and keys are the same tokens in ascending order."""
     if mask is not None and causal:
         mask = mask & torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
         causal = False
-    # The fast kernels have no forward derivative, and no second one.
+    # The fast kernels have no forward derivative and no second derivative.
     with sdpa_kernel(SDPBackend.MATH) if _functorch.in_functorch() else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
 
 
 def _same_document(mine: Tensor | None, theirs: Tensor | None) -> Tensor | None:
-    """Which keys are of a query's document: bool[B, 1, T, S]."""
+    """Return which keys are in the document of a query: bool[B, 1, T, S]."""
     if mine is None or theirs is None:
         return None
     return mine[:, None, :, None] == theirs[:, None, None, :]
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings) -> Tensor:
-    """Attention of this rank's queries to all keys, which stay in the order of the ranks."""
+    """Attend from this rank's queries to all keys, which stay in the order of the ranks."""
     k, v = all_gather(torch.stack((k, v)), settings.axis, dim=3, mesh=settings.mesh).unbind(0)
     theirs = all_gather(documents, settings.axis, dim=1, mesh=settings.mesh) if documents is not None else None
     mask = _same_document(documents, theirs)
@@ -183,27 +179,28 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, setting
         order = zigzag_order(k.shape[2], settings.group.size, q.device)
         before = order.view(settings.group.size, -1)[settings.group.index][:, None] >= order
         mask = before if mask is None else mask & before
-    return _whole(q, k, v, mask, False, settings.scale)
+    return _full(q, k, v, mask, False, settings.scale)
 
 
 # ----------------------------------------------------------------------------------------------------- heads for tokens
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings) -> Tensor:
-    """Attention of some heads over the whole sequence, between two exchanges; q, k and v travel together."""
+    """Attend with some heads over the full sequence, between two exchanges; q, k and v are sent together."""
     size = settings.group.size
     exchange = functools.partial(all_to_all, axis=settings.axis, mesh=settings.mesh)
-    # Each rank needs the key heads of its query heads: as few copies as make their number a multiple of the axis.
+    # Each rank needs the key heads of its query heads: the fewest copies whose number is a multiple of the axis.
     copies = size // math.gcd(k.shape[1], size)
     k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
     by_rank = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
     heads = [x.shape[2] for x in by_rank]
     joined = exchange(torch.cat(by_rank, 2).flatten(1, 2), split_dim=1, concat_dim=2)
+    # Causal attention below takes tokens in ascending order; they are in the order of ranks here.
     order = zigzag_order(joined.shape[2], size, q.device)
     ascending = order.argsort()
     q, k, v = joined.index_select(2, ascending).split(heads, 1)
     if documents is not None:
         documents = all_gather(documents, settings.axis, dim=1, mesh=settings.mesh).index_select(1, ascending)
-    if documents is None or not _can_go_by_blocks(q):
-        out = _whole(q, k, v, _same_document(documents, documents), settings.causal, settings.scale)
+    if documents is None or not _can_run_in_blocks(q):
+        out = _full(q, k, v, _same_document(documents, documents), settings.causal, settings.scale)
     else:
         out = _blockwise(q, k, v, documents, replace(settings, group=_ALONE))
     return exchange(out.index_select(2, order), split_dim=2, concat_dim=1)
@@ -213,23 +210,25 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, setting
 class RingStep(NamedTuple):
     """The queries and keys that a rank combines in one step of the ring."""
 
-    source: int  # the member of the group whose keys and values it has
-    queries: tuple[int, int]  # which of its own two chunks see any of these keys, as the ends of a range
-    keys: tuple[int, int]  # which of the source's two chunks they see
-    diagonal: bool  # the same tokens: each sees itself and those before it
+    source: int  # the member whose keys and values it holds
+    queries: tuple[int, int]  # range of its two chunks that attend to any of these keys
+    keys: tuple[int, int]  # range of the source's two chunks that they attend to
+    diagonal: bool  # the same tokens: each attends to itself and earlier ones
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_ring(size: int, index: int, causal: bool) -> tuple[RingStep, ...]:
-    """The steps of one member: its own keys first, then the member's before it, and so on.
+    """Plan the steps of one member of a ring: its own keys first, then the keys of the member before it, and so on.
 
-    A causal step costs every member the same: its own block half, since it is on the diagonal, and any other half,
-    since either the later chunk of its keys is hidden, or all keys are from the earlier chunk of queries.
+    With zig-zag chunks, every causal step costs every member the same: half a block.
 
     Args:
-        size: how many members the ring has.
-        index: the member whose steps are planned.
-        causal: tokens see only themselves and what is before them.
+        size: Number of members.
+        index: Member whose steps are planned, from 0.
+        causal: Whether tokens attend only to themselves and earlier tokens.
+
+    Returns:
+        One `RingStep` for each member, in order.
 
     Example:
         >>> for step in fs.ops.plan_ring(2, 0, causal=True):
@@ -253,15 +252,15 @@ def plan_ring(size: int, index: int, causal: bool) -> tuple[RingStep, ...]:
 
 _Index: TypeAlias = tuple[slice, ...]
 _Tiles: TypeAlias = Iterator[tuple[_Index, _Index, _compat.KeyBlock]]
-"""Where some queries and keys of a step are; and the keys and values, with a mask to add or the diagonal."""
+"""Slices of the queries and of the keys of a tile; and its keys and values, with an additive mask or the diagonal."""
 
 
 def _tiles(step: RingStep, q: Tensor, mine: Tensor | None, held: Sequence[Tensor], scale: float | None) -> _Tiles:
-    """The tiles of a step of which anything is seen; one tile where there are no documents."""
+    """Return the tiles of a step in which any score is visible; one tile without documents."""
     k, v, *theirs = held
     half = q.shape[2] // 2
     every = slice(None)
-    # One member has the whole sequence, of any length.
+    # A single member has the full sequence, whose length may be odd.
     queries, keys = (range(a * half, q.shape[2] if b == 2 else b * half) for a, b in (step.queries, step.keys))
     if mine is None:
         at, of = ((every, every, slice(r.start, r.stop)) for r in (queries, keys))
@@ -275,24 +274,25 @@ def _tiles(step: RingStep, q: Tensor, mine: Tensor | None, held: Sequence[Tensor
             if step.diagonal:
                 seen &= torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril(i - j)
             if seen.any():
+                # Half of the lowest number, not -inf: a row that a tile hides entirely would be NaN.
                 mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
                 mask.masked_fill_(~seen, torch.finfo(q.dtype).min / 2)
                 yield at, of, _compat.KeyBlock(k[of], v[of], mask, False, scale)
 
 
 def _ring_steps(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings) -> Iterator[_Tiles]:
-    """The tiles of each step, whose keys and values go on to the next member meanwhile."""
+    """Return the tiles of each step, while keys and values are sent to the next member."""
     held = [x.contiguous() for x in (k, v, documents) if x is not None]
     steps = plan_ring(settings.group.size, settings.group.index, settings.causal)
     for step in steps:
         come, pending = (held, done(lambda: None)) if step is steps[-1] else _pass_on(held, settings.group)
         yield _tiles(step, q, documents, held, settings.scale)
-        pending.wait()  # before `held` is let go: it is still being sent
+        pending.wait()  # `held` is still being sent; it may be freed only now
         held = come
 
 
 def _pass_on(xs: Sequence[Tensor], group: Group, tag: int = 0) -> tuple[list[Tensor], Handle[None]]:
-    """Starts to send tensors to the next member, and to receive the same of the one before."""
+    """Start to send tensors to the next member, and to receive the same from the member before."""
     if group.size == 1:
         return list(xs), done(lambda: None)
     received = [torch.empty_like(x) for x in xs]
@@ -308,7 +308,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settin
 
 
 class _Ring(Function):
-    """Attention block by block, with blocks that go around a group; of one member, over its own block in tiles."""
+    """Attention block by block, with blocks sent around a group; with one member, over its own block in tiles."""
 
     @staticmethod
     def forward(
@@ -330,32 +330,24 @@ class _Ring(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-        q, k, v, documents, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes at each access
         with torch.no_grad():
-            dq, dk, dv = _ring_backward(grad, q, k, v, documents, out, lse, ctx.settings)
+            grads = _ring_backward(grad, saved, ctx.settings)
         rule = "fs.ops.attention is computed block by block here, which autograd can differentiate once only."
-        return *differentiable_once(rule, (dq, dk, dv), (grad, q, k, v)), None, None
+        return *differentiable_once(rule, grads, (grad, *saved[:3])), None, None
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds attention to more keys, in place: each part weighs as its sum of exponentials, whose logarithm is `lse`."""
-    # Queries that have seen nothing yet have lse -inf, and a part of theirs weighs 1.
+    """Merge attention to more keys, in place: each part's weight is its sum of exponentials, with logarithm `lse`."""
+    # Queries without any visible key so far have lse -inf: their first part then gets weight 1.
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_()[..., None]).add_(part * (part_lse - total).exp_()[..., None])
     lse.copy_(total)
 
 
-def _ring_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    settings: _Settings,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. Gradients of a block of keys and values follow it one step behind, and return last."""
+def _ring_backward(grad: Tensor, saved: Sequence[Tensor], settings: _Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute gradients of q, k and v. Those of keys and values follow their block one step behind, and return last."""
+    q, k, v, documents, out, lse = saved
     grad = grad.contiguous()
     q = q.contiguous()
     dq, *sums = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
@@ -367,7 +359,7 @@ def _ring_backward(
             _compat.foreach_add_([dq[at], *(x[of] for x in terms)], parts)
         sums_pending.wait()
         _compat.foreach_add_(sums, terms)
-        # The tags of keys, values and documents, which are under way at the same time, are 0 to 2.
+        # Keys, values and documents are in flight at the same time, with tags 0 to 2.
         sums, sums_pending = _pass_on(sums, settings.group, tag=3)
     sums_pending.wait()
     return dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype)

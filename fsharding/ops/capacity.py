@@ -23,7 +23,7 @@ _drops: ContextVar[list[Tensor] | None] = ContextVar("fsharding_drops", default=
 
 @_compat.outside_of_graphs
 def note_capacity(full: Tensor, dropped: Tensor) -> None:
-    """Note whether an expert was full (bool, 0-d), and how many choices were dropped (int64, 0-d)."""
+    """Record whether an expert was full (bool, 0-d), and how many choices were dropped (int64, 0-d)."""
     notes = _notes.get()
     if notes is not None:
         notes.append(torch.stack((full.double(), dropped.double())))
@@ -31,7 +31,7 @@ def note_capacity(full: Tensor, dropped: Tensor) -> None:
 
 @contextmanager
 def watching_capacity() -> Generator[list[Tensor]]:
-    """Collect the notes of a forward: float64[2] each."""
+    """Collect the records of a forward: float64[2] each."""
     notes: list[Tensor] = []
     with scoped(_notes, notes):
         yield notes
@@ -48,10 +48,10 @@ def counting_drops() -> Generator[list[Tensor]]:
 
 
 def refused_if_full(weight: Tensor, notes: Sequence[Tensor]) -> Tensor:
-    """Replace the weight of a loss by minus infinity if an expert was full: no sum over ranks loses that."""
+    """Replace the count of a loss by minus infinity if an expert was full: no sum over ranks loses that."""
     return weight.masked_fill(torch.stack([*notes])[:, 0].sum() > 0, -math.inf) if notes else weight
 
 
 def is_full(weight: float) -> bool:
-    """Whether a summed weight says that an expert was full."""
+    """Return whether a summed count marks that an expert was full."""
     return weight == -math.inf

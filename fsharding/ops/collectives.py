@@ -1,11 +1,14 @@
-"""Collectives as linear maps with their transposes, valid under autograd and every transform of torch.func."""
+"""Collectives as linear maps with their transposes, valid under autograd and every transform of torch.func.
+
+In type lines, "same" is a value that all n ranks of the axis share; other values differ from rank to rank.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -27,25 +30,27 @@ __all__ = [
     "pvary",
 ]  # fmt: skip
 
+Axis: TypeAlias = str | Sequence[str]
+
 
 class Linear(Protocol):
-    """A linear map between local tensors that all ranks of a group apply together."""
+    """A linear map of local tensors that all ranks of a group apply together."""
 
     def run(self, x: Tensor) -> Tensor:
-        """The map itself, of a plain tensor, outside autograd."""
+        """Apply the map to a plain tensor, outside autograd."""
         ...
 
     def dual(self) -> Linear:
-        """Its transpose."""
+        """Return the transpose."""
         ...
 
     def batched(self) -> Linear:
-        """The same map of tensors with a new first dim, which it leaves alone."""
+        """Return the same map of tensors with a new first dim, which it leaves alone."""
         ...
 
 
 class _Apply(Function):
-    """Applies a linear map; its derivative in every direction is the map or its dual."""
+    """Apply a linear map; its forward derivative is the map itself, its backward the dual."""
 
     @staticmethod
     def forward(x: Tensor, op: Linear) -> Tensor:
@@ -74,18 +79,18 @@ class _Apply(Function):
 
 @_compat.outside_of_graphs
 def apply_linear(x: Tensor, op: Linear) -> Tensor:
-    """Apply a linear map so that autograd and torch.func know its derivatives; refuse a DTensor."""
+    """Apply a linear map so that autograd and torch.func can differentiate it; refuse a DTensor."""
     if isinstance(x, DTensor):
-        mend = "Give it x.to_local(); or call it inside fs.shard_map, where leaves are local."
+        mend = "Pass x.to_local(), or call it inside fs.shard_map, where leaves are local."
         raise TransformError(report("fs.ops takes local tensors, got a DTensor.", mend=mend))
     return cast(Tensor, _functorch.apply(_Apply, x, op))
 
 
 @dataclass(frozen=True)
 class _Map:
-    """What the maps of a group have in common."""
+    """The base of all maps over a group."""
 
-    # Fields whose names end with `dim` count dims of the tensor: under a vmap, which adds a first one, they go up.
+    # A vmap adds a first dim, so `batched` adds 1 to every field whose name ends with `dim`.
     group: Group
 
     def batched(self) -> Self:
@@ -95,17 +100,17 @@ class _Map:
 
 @dataclass(frozen=True)
 class _Gather(_Map):
-    """Joins shards along a dim; `size` is the global size, cut in ceil-chunks."""
+    """Join ceil-chunks along a dim; `size` is the full size, which may be less than the chunks' sum."""
 
     dim: int
     size: int
 
     def run(self, x: Tensor) -> Tensor:
         shape = (*x.shape[: self.dim], self.size, *x.shape[self.dim + 1 :])
-        whole = _compat.fresh(shape, x.dtype, x.device)
+        full = _compat.fresh(shape, x.dtype, x.device)
         bucket = plan_bucket(((shape, self.dim),), (self.group.size,))
-        transport_for(self.group, x.device).all_gather_into(bucket, [x], [whole]).wait()
-        return whole
+        transport_for(self.group, x.device).all_gather_into(bucket, [x], [full]).wait()
+        return full
 
     def dual(self) -> Linear:
         return _Scatter(self.group, self.dim, self.size)
@@ -113,7 +118,7 @@ class _Gather(_Map):
 
 @dataclass(frozen=True)
 class _Scatter(_Map):
-    """Sums over the group and keeps this member's ceil-chunk along a dim."""
+    """Sum over the group and keep this member's ceil-chunk along a dim."""
 
     dim: int
     size: int
@@ -130,7 +135,7 @@ class _Scatter(_Map):
 
 @dataclass(frozen=True)
 class _Psum(_Map):
-    """The sum over the group, on every member."""
+    """Sum over the group, on every member."""
 
     def run(self, x: Tensor) -> Tensor:
         return start_sum(x, self.group, wide(x.dtype)).wait().to(x.dtype)
@@ -141,9 +146,10 @@ class _Psum(_Map):
 
 @dataclass(frozen=True)
 class _Vary(_Map):
-    """The identity on a value that all members share; where it goes each member takes its own way."""
+    """Return a value that all members share; from here on each member uses it in its own way."""
 
     def run(self, x: Tensor) -> Tensor:
+        # A view, not x itself: autograd needs a new output to attach this map's backward to.
         return x.view_as(x)
 
     def dual(self) -> Linear:
@@ -152,24 +158,25 @@ class _Vary(_Map):
 
 @dataclass(frozen=True)
 class _AllToAll(_Map):
-    """Cuts along one dim, sends piece i to member i, joins what comes along another dim."""
+    """Split along one dim, send part i to member i, and join the received parts along a second dim."""
 
     split_dim: int
     concat_dim: int
 
     def run(self, x: Tensor) -> Tensor:
         k = self.group.size
-        pieces = x.unflatten(self.split_dim, (k, x.shape[self.split_dim] // k)).movedim(self.split_dim, 0)
-        shape = pieces.shape[1:]
+        parts = x.unflatten(self.split_dim, (k, x.shape[self.split_dim] // k)).movedim(self.split_dim, 0)
+        shape = parts.shape[1:]
         exchange = transport_for(self.group, x.device).all_to_all(math.prod(shape), x.dtype)
-        exchange.own.view(pieces.shape).copy_(pieces)
+        # The transport's buffer is filled directly: the split makes no other copy.
+        exchange.own.view(parts.shape).copy_(parts)
         handle = exchange.start()
         rows = handle.wait()
         if isinstance(rows, Tensor):
             length = shape[self.concat_dim]
-            whole = (*shape[: self.concat_dim], k * length, *shape[self.concat_dim + 1 :])
-            joined = _compat.fresh(whole, x.dtype, x.device)
-            received = rows.view(pieces.shape).movedim(0, self.concat_dim)
+            full = (*shape[: self.concat_dim], k * length, *shape[self.concat_dim + 1 :])
+            joined = _compat.fresh(full, x.dtype, x.device)
+            received = rows.view(parts.shape).movedim(0, self.concat_dim)
             joined.unflatten(self.concat_dim, (k, length)).copy_(received)
         else:
             joined = torch.cat([row.view(shape) for row in rows], self.concat_dim)
@@ -182,7 +189,7 @@ class _AllToAll(_Map):
 
 @dataclass(frozen=True)
 class _AllToAllRows(_Map):
-    """Sends the next `send[i]` indices along a dim to member i, joins the `receive[i]` that come from member i."""
+    """Send the next `send[i]` indices along a dim to member i; join the `receive[i]` from each member i."""
 
     send: tuple[int, ...]
     receive: tuple[int, ...]
@@ -199,7 +206,7 @@ class _AllToAllRows(_Map):
 
 @dataclass(frozen=True)
 class _Ppermute(_Map):
-    """Sends to the partner of each (source, target) pair; who has no source gets zeros."""
+    """Send along (source, target) pairs; a member without a source gets zeros."""
 
     pairs: tuple[tuple[int, int], ...]
 
@@ -220,38 +227,38 @@ class _Ppermute(_Map):
         return _Ppermute(self.group, tuple((to, sender) for sender, to in self.pairs))
 
 
-def _group(axis: str | Sequence[str], mesh: Mesh | None) -> Group:
+def _group(axis: Axis, mesh: Mesh | None) -> Group:
     if not isinstance(axis, str | tuple | list) or not all(isinstance(name, str) for name in axis):
         raise refuse("an axis or several", axis, 'Name them: "dp", or ("dp", "cp").')
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
-        axis_size(name, mesh)  # refuses a name that no mesh can have; a group would leave it out
+        axis_size(name, mesh)  # refuses an unknown name, which `axis_group` would leave out
     return axis_group(mesh if mesh is not None else current_mesh(), axes)
 
 
 def _dim(x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
-        text = f"got dim {dim} of a tensor of shape {tuple(x.shape)}."
-        raise SpecError(message(text, mend=f"Dims go from {-x.ndim} to {x.ndim - 1}." if x.ndim else ""))
+        mend = f"Dims go from {-x.ndim} to {x.ndim - 1}." if x.ndim else "Pass a tensor of at least one dim."
+        raise SpecError(message(f"got dim {dim} of a tensor of shape {tuple(x.shape)}.", mend=mend))
     return dim % x.ndim
 
 
 @public
 @_compat.outside_of_graphs
-def all_gather(
-    x: Tensor, axis: str | Sequence[str], *, dim: int, size: int | None = None, mesh: Mesh | None = None
-) -> Tensor:
-    """Joins the shards of all ranks along an axis. Transpose of `reduce_scatter`.
+def all_gather(x: Tensor, axis: Axis, *, dim: int, size: int | None = None, mesh: Mesh | None = None) -> Tensor:
+    """Join the shards of all ranks along a dim: `[.., d, ..] -> [.., n d, ..]` same.
+
+    The backward is `reduce_scatter`. Use it where each rank computes something different with the full tensor.
 
     Args:
-        x: this rank's ceil-chunk along `dim`, any dtype.
-        axis: one axis or several, major first.
-        dim: the tensor dim that is cut.
-        size: its global size; by default all shards are as long as this one.
-        mesh: by default the mesh of `fs.set_mesh`.
+        x: This rank's ceil-chunk along `dim`, of any dtype.
+        axis: A mesh axis, or several, major first. An axis that the mesh lacks has one rank.
+        dim: Dim to join, from -x.ndim to x.ndim - 1.
+        size: Full size of that dim, if it isn't a multiple of n; by default n times the size here.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
-        The whole tensor, the same on every rank of the group; dtype of `x`.
+        The full tensor in the dtype of `x`.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
@@ -266,23 +273,23 @@ def all_gather(
 
 @public
 @_compat.outside_of_graphs
-def reduce_scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None = None) -> Tensor:
-    """Sums over an axis and keeps this rank's ceil-chunk (a reduce-scatter). Transpose of `all_gather`.
+def reduce_scatter(x: Tensor, axis: Axis, *, dim: int, mesh: Mesh | None = None) -> Tensor:
+    """Sum over an axis and keep this rank's ceil-chunk along a dim: `[.., n d, ..] -> [.., d, ..]`.
+
+    The backward is `all_gather`. Use it instead of `psum` if each rank needs only its shard of the sum: half the bytes.
 
     Args:
-        x: this rank's term of the sum, of the whole shape.
-        axis: one axis or several, major first.
-        dim: the tensor dim to cut.
-        mesh: by default the mesh of `fs.set_mesh`.
+        x: This rank's summand, of the full shape.
+        axis: A mesh axis, or several, major first. An axis that the mesh lacks has one rank.
+        dim: Dim to shard, from -x.ndim to x.ndim - 1.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
-        This rank's chunk of the sum; summed in float32 at least, dtype of `x`.
+        This rank's chunk in the dtype of `x`, summed in float32 at least.
 
     Example:
-        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
-        >>> with fs.set_mesh(mesh):
-        ...     part = fs.ops.reduce_scatter(torch.ones(4), "dp", dim=0)  # on two ranks tensor([2., 2.])
-        >>> part.sum()
+        >>> part = fs.ops.reduce_scatter(torch.ones(4), "dp", dim=0, mesh=fs.make_mesh(dp=-1, device="cpu"))
+        >>> part.sum()  # on two ranks a part is tensor([2., 2.])
         tensor(4.)
     """
     dim = _dim(x, dim)
@@ -291,13 +298,22 @@ def reduce_scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh
 
 @public
 @_compat.outside_of_graphs
-def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
-    """The sum over an axis, on every rank. Transpose of `pvary`.
+def psum(x: Tensor, axis: Axis, *, mesh: Mesh | None = None) -> Tensor:
+    """Sum over an axis: `[..] -> [..]` same (an all-reduce).
+
+    The backward is `pvary`, the identity: the gradient of the sum is taken once per rank, not summed a second time.
+
+    Args:
+        x: This rank's summand, the same shape and dtype on all ranks.
+        axis: A mesh axis, or several, major first. An axis that the mesh lacks has one rank.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
+
+    Returns:
+        The sum in the dtype of `x`; floating point is summed in float32 at least.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
-        >>> with fs.set_mesh(mesh):
-        ...     fs.ops.psum(torch.tensor(128 // mesh.size()), ("dp", "cp"))  # the tokens of all data ranks
+        >>> fs.ops.psum(torch.tensor(128 // mesh.size()), ("dp", "cp"), mesh=mesh)  # the tokens of all data ranks
         tensor(128)
     """
     return apply_linear(x, _Psum(_group(axis, mesh)))
@@ -305,8 +321,19 @@ def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> T
 
 @public
 @_compat.outside_of_graphs
-def pvary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
-    """Marks that ranks along an axis will use a shared value in different ways. The identity; transpose of `psum`.
+def pvary(x: Tensor, axis: Axis, *, mesh: Mesh | None = None) -> Tensor:
+    """Mark that the ranks of an axis use a shared value differently: the identity, `[..]` same `-> [..]`.
+
+    The backward is `psum`, as each rank's gradient covers only its own use. Call it on what the ranks of a model axis
+    share, such as a norm's scale, before it meets values that differ. `gather_unit` does it for data axes.
+
+    Args:
+        x: A tensor with the same values on all ranks of the axis.
+        axis: A mesh axis, or several, major first. An axis that the mesh lacks has one rank.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
+
+    Returns:
+        A view of `x`.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
@@ -320,26 +347,34 @@ def pvary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> 
 
 @public
 @_compat.outside_of_graphs
-def all_to_all(
-    x: Tensor, axis: str | Sequence[str], *, split_dim: int, concat_dim: int, mesh: Mesh | None = None
-) -> Tensor:
-    """Cuts along `split_dim`, sends piece i to rank i of the axis, joins along `concat_dim`.
+def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int, mesh: Mesh | None = None) -> Tensor:
+    """Split one dim over the ranks of an axis and join a different one: `[n s, c] -> [s, n c]`.
 
-    Its transpose is itself with the dims exchanged.
+    Part i goes to rank i. The backward is the same with both dims swapped. Use it to shard heads instead of tokens.
+
+    Args:
+        x: This rank's tensor, of any dtype.
+        axis: A mesh axis, or several, major first. An axis that the mesh lacks has one rank.
+        split_dim: Dim to split, of a size that is a multiple of n.
+        concat_dim: Dim along which received parts are joined.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
+
+    Returns:
+        A tensor with `split_dim` n times shorter and `concat_dim` n times longer, in the dtype of `x`.
 
     Raises:
-        SpecError: the size of `split_dim` is not a multiple of the axis.
+        SpecError: The size of `split_dim` is not a multiple of the axis.
 
     Example:
         >>> x_BHTE = torch.zeros(2, 8, 16, 4)  # all heads of this rank's tokens
-        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     fs.ops.all_to_all(x_BHTE, "cp", split_dim=1, concat_dim=2).shape  # on two ranks: [2, 4, 32, 4]
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")  # with two ranks of cp: [2, 4, 32, 4]
+        >>> fs.ops.all_to_all(x_BHTE, "cp", split_dim=1, concat_dim=2, mesh=mesh).shape
         torch.Size([2, 8, 16, 4])
     """
     group = _group(axis, mesh)
     split_dim, concat_dim = (_dim(x, d) for d in (split_dim, concat_dim))
     if x.shape[split_dim] % group.size:
-        text = f"cannot cut dim {split_dim} of size {x.shape[split_dim]} over {axis} of size {group.size}."
+        text = f"cannot split dim {split_dim} of size {x.shape[split_dim]} over {axis} of size {group.size}."
         raise SpecError(message(text, mend="Pad the dim to a multiple of the axis."))
     return apply_linear(x, _AllToAll(group, split_dim, concat_dim))
 
@@ -347,42 +382,34 @@ def all_to_all(
 @public
 @_compat.outside_of_graphs
 def all_to_all_rows(
-    x_M: Tensor,
-    axis: str | Sequence[str],
-    *,
-    send: Sequence[int],
-    receive: Sequence[int],
-    mesh: Mesh | None = None,
+    x_M: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int], mesh: Mesh | None = None
 ) -> Tensor:
-    """An uneven all-to-all: the next `send[i]` rows go to rank i of the axis, in order of ranks.
+    """Send a different number of rows to each rank of an axis: `[sum(send), ..] -> [sum(receive), ..]`.
 
-    Its transpose is itself with `send` and `receive` exchanged.
+    The backward is the same exchange with `send` and `receive` swapped.
 
     Args:
-        x_M: rows `[M, ...]`, those for rank 0 first.
-        axis: one axis or several, major first.
-        send: how many rows go to each rank; they sum to M.
-        receive: how many come from each: what that rank sends to this one.
-        mesh: by default the mesh of `fs.set_mesh`.
+        x_M: Rows `[M, ...]`, first the rows for rank 0 of the axis.
+        axis: A mesh axis, or several, major first. An axis that the mesh lacks has one rank.
+        send: Number of rows for each rank, 0 or more; they sum to M.
+        receive: Number of rows from each rank: what that rank sends to this one.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
-        The rows that came, rank 0's first; any of the numbers may be 0.
+        The received rows in the dtype of `x_M`, first those of rank 0.
 
     Raises:
-        SpecError: a number for each rank is needed, and they have to sum to M.
+        SpecError: `send` or `receive` does not have one number per rank, or `send` does not sum to M.
 
     Example:
-        >>> rows = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
-        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     fs.ops.all_to_all_rows(rows, "ep", send=[3], receive=[3])  # a number for each rank
-        tensor([[1., 1.],
-                [2., 2.],
-                [3., 3.]])
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")  # one rank of ep: one number
+        >>> fs.ops.all_to_all_rows(torch.arange(3.0), "ep", send=[3], receive=[3], mesh=mesh)
+        tensor([0., 1., 2.])
     """
     group = _group(axis, mesh)
     if len(send) != group.size or len(receive) != group.size or sum(send) != (x_M.shape[0] if x_M.ndim else -1):
         text = f"cannot send {list(send)} and receive {list(receive)} rows over {axis} of size {group.size}."
-        mend = "Give a number for each rank; the numbers in send sum to dim 0."
+        mend = "Pass one number for each rank; those in send sum to the size of dim 0."
         raise SpecError(message(text, [f"x has shape {tuple(x_M.shape)}"], mend))
     return apply_linear(x_M, _AllToAllRows(group, tuple(map(int, send)), tuple(map(int, receive))))
 
@@ -390,18 +417,26 @@ def all_to_all_rows(
 @public
 @_compat.outside_of_graphs
 def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Tensor:
-    """Sends `x` along (source, target) pairs of coordinates; ranks that are no target get zeros.
+    """Send a tensor along (source, target) pairs of ranks: `[..] -> [..]`; a rank that isn't a target gets zeros.
 
-    Its transpose sends along the reversed pairs.
+    The backward sends along the reversed pairs. Use it for rings and shifts; one rank sends and receives at most once.
+
+    Args:
+        x: This rank's tensor, the same shape and dtype on all ranks.
+        axis: A mesh axis. An axis that the mesh lacks has one rank.
+        pairs: Coordinates along the axis, 0 to n - 1.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
+
+    Returns:
+        The received tensor, or zeros.
 
     Raises:
-        SpecError: a coordinate outside the axis, or one that sends or receives twice.
+        SpecError: A coordinate is outside the axis, or sends or receives twice.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> n = mesh.size()
-        >>> with fs.set_mesh(mesh):
-        ...     fs.ops.ppermute(torch.arange(3), "dp", [(i, (i + 1) % n) for i in range(n)])  # to the next rank
+        >>> fs.ops.ppermute(torch.arange(3), "dp", [(i, (i + 1) % n) for i in range(n)], mesh=mesh)  # to the next rank
         tensor([0, 1, 2])
     """
     group = _group(axis, mesh)
@@ -410,5 +445,5 @@ def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Me
     inside = all(0 <= c < group.size for c in sources + targets)
     if not inside or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
         text = f"got the pairs {list(pairs)} on axis {axis} of size {group.size}."
-        raise SpecError(message(text, mend="Each coordinate sends at most once and receives at most once."))
+        raise SpecError(message(text, mend="Each coordinate may send once and receive once."))
     return apply_linear(x, _Ppermute(group, tuple((int(a), int(b)) for a, b in pairs)))

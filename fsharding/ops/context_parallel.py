@@ -1,4 +1,4 @@
-"""How context parallelism shards a sequence: of 2n chunks, rank i of n has chunks i and 2n-1-i."""
+"""Sequence sharding for context parallelism: of 2n chunks, rank i of n has chunks i and 2n-1-i."""
 
 from __future__ import annotations
 
@@ -20,136 +20,136 @@ from fsharding.sharding.leaf_plan import kind_text
 __all__ = ["cut_leaves", "cut_sequence", "document_positions", "positions", "zigzag", "zigzag_order"]
 
 _parts = WeakTensorKeyDictionary()
-"""Maps each result of `cut_leaves` that is alive to its mesh axis. A second cut would drop tokens silently."""
+"""Maps each live result of `cut_leaves` to its mesh axis. Sharding it a second time would drop tokens silently."""
 
 
 @functools.lru_cache(maxsize=256)
 def zigzag(size: int) -> tuple[tuple[int, int], ...]:
-    """The two chunks of each of `size` ranks, out of `2 * size`; the only rank of one has both."""
+    """Return the two chunks of each of `size` ranks, out of `2 * size`; a single rank has both."""
     return tuple((index, 2 * size - 1 - index) for index in range(size))
 
 
 def zigzag_order(length: int, size: int, device: torch.device | str | None = None) -> Tensor:
     """Return the global positions of all tokens of `size` ranks, one rank after another: int64[length]."""
-    whole = torch.arange(length, device=device)
+    every = torch.arange(length, device=device)
     if size == 1:
-        return whole
-    return whole.view(2 * size, -1)[torch.tensor(zigzag(size), device=device).flatten()].flatten()
+        return every
+    return every.view(2 * size, -1)[torch.tensor(zigzag(size), device=device).flatten()].flatten()
 
 
 @public
 def positions(
     length: int, *, axis: str = "cp", mesh: Mesh | None = None, device: torch.device | str | None = None
 ) -> Tensor:
-    """The global positions of this rank's tokens.
+    """Return the global positions of this rank's tokens.
 
     Args:
-        length: T of the whole sequence.
-        axis: the mesh axis that cuts it.
-        mesh: by default the mesh of `fs.set_mesh`; where there is none, or it lacks the axis, the sequence is whole.
-        device: where the result is; by default where torch makes tensors.
+        length: Number of tokens in the full sequence.
+        axis: Mesh axis that shards the sequence. Without a mesh, or on a mesh without it, nothing is sharded.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
+        device: Device of the result; by default torch's default device.
 
     Returns:
-        int64[T_local], ascending.
+        int64[tokens of this rank], ascending.
 
     Raises:
-        BatchError: the length is no multiple of twice the size of the axis.
+        BatchError: The length is not a multiple of twice the size of the axis.
 
     Example:
-        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     fs.ops.positions(8)  # on two ranks of cp: [0, 1, 6, 7] and [2, 3, 4, 5]
+        >>> fs.ops.positions(8)  # on two ranks of cp: [0, 1, 6, 7] and [2, 3, 4, 5]
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    size, index = _place(axis, mesh)
-    if why := _uncut(length, size):
-        raise BatchError(message(f"cannot cut a sequence of {length} over {axis}: {size}.", mend=why))
-    return zigzag_order(length, size, device).view(size, -1)[index]
+    size = axis_size(axis, mesh)
+    if why := _why_uneven(length, size):
+        raise BatchError(message(f"cannot shard a sequence of {length} over {axis}: {size}.", mend=why))
+    return zigzag_order(length, size, device).view(size, -1)[axis_index(axis, mesh)]
 
 
 @public
 def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | None = None) -> Tensor:
-    """Positions that begin anew at 0 with each document, of this rank's tokens.
+    """Return the position of each of this rank's tokens inside its document, from 0. Collective along the axis.
 
     Args:
-        documents_BT: integer [B, T], the document of each token of this rank, as `cut_sequence` takes them. The tokens
-            of a document stand together: where the number changes, the next one begins.
-        axis: the mesh axis that cuts the sequence; its ranks tell each other their documents.
-        mesh: by default the mesh of `fs.set_mesh`; where there is none, or it lacks the axis, the sequence is whole.
+        documents_BT: Integer [B, T], the document of each of this rank's tokens, in the order of `cut_sequence`. Tokens
+            of a document are contiguous in the full sequence: a new number starts a new document.
+        axis: Mesh axis that shards the sequence. Without a mesh, or on a mesh without it, nothing is sharded.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
         int64[B, T].
 
     Raises:
-        SpecError: documents are not [B, T].
+        SpecError: `documents_BT` does not have two dims.
 
     Example:
         >>> fs.ops.document_positions(torch.tensor([[7, 7, 7, 8, 8]]))
         tensor([[0, 1, 2, 0, 1]])
     """
     if documents_BT.ndim != 2:
-        mend = "Give the document of each token, as [B, T]."
+        mend = "Pass the document of each token, as [B, T]."
         raise SpecError(message("needs documents [B, T].", [kind_text(documents_BT)], mend))
-    size, index = _place(axis, mesh)
+    size = axis_size(axis, mesh)
     order = zigzag_order(documents_BT.shape[1] * size, size, documents_BT.device)
     if size > 1:
         documents_BT = all_gather(documents_BT, axis, dim=1, mesh=mesh).index_select(1, order.argsort())
     at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     begins_BT = torch.zeros_like(documents_BT, dtype=torch.int64)
     begins_BT[:, 1:] = at_T[1:] * (documents_BT[:, 1:] != documents_BT[:, :-1])
-    return (at_T - begins_BT.cummax(1).values).index_select(1, order.view(size, -1)[index])
+    return (at_T - begins_BT.cummax(1).values).index_select(1, order.view(size, -1)[axis_index(axis, mesh)])
 
 
 @public
 def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None = None) -> Tree:
-    """Takes this rank's tokens out of whole tensors: tokens, targets and documents of a batch, in one call.
+    """Shard a batch along its tokens: this rank's tokens, targets and documents, in one call.
 
     Args:
-        x: a tensor, or a tree of them, the same on all ranks of the axis; entries that are `fs.Shared` stay whole.
-        dim: the dim of tokens, in every leaf.
-        axis: the mesh axis that cuts it.
-        mesh: by default the mesh of `fs.set_mesh`; where there is none, or it lacks the axis, `x` comes back as it is.
+        x: A tensor, or a tree of tensors, the same on all ranks of the axis; `fs.Shared` entries stay full.
+        dim: Dim of the tokens, in every leaf.
+        axis: Mesh axis that shards the sequence. Without a mesh, or on a mesh without it, nothing is sharded.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
-        A tree of contiguous tensors, each with this rank's part of `dim`, in the order of `positions`.
+        A tree of contiguous tensors with this rank's tokens, in the order of `positions`; `x` itself on one rank.
 
     Raises:
-        BatchError: a length is no multiple of twice the size of the axis, or a leaf has no such dim, or is a result of
-            this function or of `fs.local_batch`.
+        BatchError: A length is not a multiple of twice the size of the axis; or a leaf lacks the dim, or is already
+            sharded, by this function or by `fs.local_batch`.
 
     Example:
         >>> batch = {"tokens": torch.tensor([[5, 3, 9, 4]]), "targets": torch.tensor([[3, 9, 4, 1]])}
-        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     fs.ops.cut_sequence(batch)["tokens"]  # on two ranks of cp: [[5, 4]] and [[3, 9]]
+        >>> fs.ops.cut_sequence(batch)["tokens"]  # on two ranks of cp: [[5, 4]] and [[3, 9]]
         tensor([[5, 3, 9, 4]])
     """
     return cut_leaves(x, dim, axis, mesh)
 
 
 def cut_leaves(x: Tree, dim: int, axis: str, mesh: Mesh | None) -> Tree:
-    """`cut_sequence` as a part of a public function, which errors name."""
-    size, index = _place(axis, mesh)
+    """Shard leaves as `cut_sequence` does, for other public functions, whose name then begins the error."""
+    size = axis_size(axis, mesh)
     wrong: list[str] = []
     ways: set[str] = set()
     for path, leaf in tree.named_leaves(rows_of(x)).items():
         what = f"{path or 'the tensor'} is {kind_text(leaf)}"
         if not isinstance(leaf, Tensor) or not -leaf.ndim <= dim < leaf.ndim:
-            wrong.append(f"{what}: no dim {dim} to cut")
-            ways.add("Say where tokens are with dim=, and mark an entry without tokens: fs.Shared(x).")
+            wrong.append(f"{what}: no dim {dim} to shard")
+            ways.add("Pass the dim of tokens as dim=, and mark an entry without tokens: fs.Shared(x).")
         elif not torch.compiler.is_compiling() and _parts.get(leaf) == axis:
             wrong.append(f"{what}: it has only this rank's tokens already")
-            ways.add("Cut a batch once: with fs.local_batch alone, or rows of your own with fs.ops.cut_sequence.")
-        elif why := _uncut(leaf.shape[dim], size):
+            ways.add("Shard a batch once: with fs.local_batch alone, or your own rows with fs.ops.cut_sequence.")
+        elif why := _why_uneven(leaf.shape[dim], size):
             wrong.append(f"{what}: dim {dim} has {leaf.shape[dim]} tokens")
             ways.add(why)
     if wrong:
-        rule = f"cannot cut {len(wrong)} of {len(tree.leaves(x))} leaves over {axis}: {size}."
+        rule = f"cannot shard {len(wrong)} of {len(tree.leaves(x))} leaves over {axis}: {size}."
         raise BatchError(message(rule, wrong, " ".join(sorted(ways))))
     if size == 1:
         return x
+    numbers = zigzag(size)[axis_index(axis, mesh)]
 
     def part(leaf: Tensor) -> Tensor:
+        # `chunk` returns a single empty tensor for an empty dim.
         chunks = leaf.chunk(2 * size, dim) if leaf.shape[dim] else (leaf,) * 2 * size
-        own = torch.cat([chunks[number] for number in zigzag(size)[index]], dim)
+        own = torch.cat([chunks[number] for number in numbers], dim)
         if not torch.compiler.is_compiling():
             _parts[own] = axis
         return own
@@ -157,13 +157,8 @@ def cut_leaves(x: Tree, dim: int, axis: str, mesh: Mesh | None) -> Tree:
     return map_rows(part, x)
 
 
-def _place(axis: str, mesh: Mesh | None) -> tuple[int, int]:
-    """The size of an axis, and this rank's coordinate along it."""
-    return axis_size(axis, mesh), axis_index(axis, mesh)
-
-
-def _uncut(length: int, size: int) -> str:
-    """Which lengths would do, where this one does not."""
+def _why_uneven(length: int, size: int) -> str:
+    """Return which lengths to use instead; "" if this one can be sharded."""
     if size == 1 or length % (2 * size) == 0:
         return ""
     below = length - length % (2 * size)

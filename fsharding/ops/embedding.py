@@ -23,10 +23,10 @@ from fsharding.sharding.leaf_plan import kind_text
 __all__ = ["checked_ids", "embedding", "look_up"]
 
 _SUMS_WIDE = ("cuda",)
-"""Types of device whose kernel for the gradient of an embedding sums in float32 whatever the dtype of the table."""
+"""Device types whose kernel for the gradient of an embedding sums in float32, whatever the dtype of the table."""
 
 _ADDED_IN_ORDER = (torch.float32, torch.float64)
-"""The dtypes in which `index_add_` sums the vectors of a token as the gradient of `F.embedding` does."""
+"""Dtypes in which `index_add_` sums the vectors of a token in the order of the gradient of `F.embedding`."""
 
 
 @public
@@ -39,23 +39,24 @@ def embedding(
     sequence_dim: int | None = None,
     mesh: Mesh | None = None,
 ) -> Tensor:
-    """Looks up tokens in a table of which each rank has a ceil-chunk of the rows.
+    """Look up tokens in a table whose rows are sharded over an axis: `[..] -> [.., D]` (Megatron-LM, arXiv:1909.08053).
+
+    The gradient of the table is summed in float32 at least and rounded once; `F.embedding` sums in bfloat16 on a CPU.
 
     Args:
-        tokens: whole numbers [...], the same on all ranks of the axis.
-        table_VD: this rank's rows; all of them where nothing cuts the table. A `Quantized` is dequantized.
-        vocab: V, the number of rows of the whole table; by default those that are here.
-        axis: that cuts the rows, if it does.
-        sequence_dim: the dim of the result that is cut over the axis outside of regions, if it is.
-        mesh: by default the mesh of `fs.set_mesh`.
+        tokens: Integer ids [...], the same on all ranks of the axis.
+        table_VD: This rank's ceil-chunk of rows, or all rows if nothing shards the table. A `Quantized` is dequantized.
+        vocab: V, the number of rows of the full table; by default the rows here.
+        axis: Mesh axis that shards the rows. Without a mesh, or on a mesh without it, it has one rank.
+        sequence_dim: Dim of the result that is sharded over the axis (sequence parallelism), or None.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
-        [..., D] in the dtype of the table, the same on all ranks of the axis, or cut along `sequence_dim`. The gradient
-        of the table is summed in float32 at least, and rounded once; `F.embedding` sums in bfloat16 on a CPU.
+        [..., D] in the dtype of the table, the same on all ranks of the axis, or sharded along `sequence_dim`.
 
     Raises:
-        SpecError: the size of `sequence_dim` is not a multiple of the axis.
-        DataError: tokens that are no whole numbers, or, on the CPU, outside the vocabulary.
+        SpecError: The size of `sequence_dim` is not a multiple of the axis.
+        DataError: Tokens aren't integers, or, on the CPU, are outside the vocabulary.
 
     Example:
         >>> table = torch.tensor([[0.0, 0.5], [1.0, 1.5], [2.0, 2.5]])
@@ -74,12 +75,13 @@ def embedding(
     if start < stop:
         result = look_up((tokens - start).where(own, 0), table_VD) * own.unsqueeze(-1)
     else:
+        # A rank without rows: the sum of its empty table keeps the result in autograd's graph.
         result = table_VD.new_zeros(*tokens.shape, table_VD.shape[1]) + table_VD.sum()
     return reduce_from_tp(result, axis, sequence_dim=sequence_dim, mesh=mesh)
 
 
 def look_up(tokens: Tensor, table_VD: Tensor, padding_idx: int | None = None) -> Tensor:
-    """As `F.embedding`, but that the gradient of the table is summed in float32 at least."""
+    """Look up rows as `F.embedding` does, but sum the gradient of the table in float32 at least."""
     tracked = table_VD.requires_grad or _functorch.in_functorch()
     if tracked and table_VD.dtype not in _ADDED_IN_ORDER and table_VD.device.type not in _SUMS_WIDE:
         # Torch's kernel adds row by row in the dtype of the table there: a sum of ones in bfloat16 stops at 256.
@@ -90,7 +92,7 @@ def look_up(tokens: Tensor, table_VD: Tensor, padding_idx: int | None = None) ->
 
 
 class _LookUp(Function):
-    """As autograd's own, but that the gradient of the table is written to where it goes."""
+    """Autograd's own lookup, but with the gradient of the table written to its destination."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, table_VD: Tensor) -> Tensor:
@@ -111,15 +113,15 @@ class _LookUp(Function):
 def checked_ids(name: str, ids: Tensor, vocab: int, *, ignore_index: int | None = None) -> Tensor:
     """Return ids as int64; check their range on the CPU only, since other devices would have to wait."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        text = f"needs {name} that are whole numbers, got {kind_text(ids)}."
-        raise DataError(message(text, mend=f"Give {name}.long()."))
+        text = f"needs {name} that are integers, got {kind_text(ids)}."
+        raise DataError(message(text, mend=f"Pass {name}.long()."))
     ids = ids.long()
-    # A tensor that a transform, a trace or a compiler has wrapped has no values to look at.
+    # A tensor that a transform, a trace or a compiler has wrapped has no values to check.
     if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
         return ids
     if _functorch.innermost(ids) is not ids:
         return ids
-    values = ids.detach().numpy()  # the ids of a batch on the CPU are the host's own, so nothing is read of a device
+    values = ids.detach().numpy()  # ids on the CPU: the host waits for no device
     low = int(values.min())
     high = int(values.max())
     if low >= 0 and high < vocab:
@@ -129,6 +131,6 @@ def checked_ids(name: str, ids: Tensor, vocab: int, *, ignore_index: int | None 
     if wrong.size:
         row = f"{wrong.size} of {ids.numel()}, the first is {int(wrong[0])}"
         mend = f"Ids are 0 to {vocab - 1}" + ("" if ignore_index is None else f", or {ignore_index} to ignore") + "."
-        mend += f" Take a vocab of at least {high + 1}, or the tokenizer of this model." if high >= vocab else ""
+        mend += f" Use a vocab of at least {high + 1}, or the tokenizer of this model." if high >= vocab else ""
         raise DataError(message(f"got {name} outside the vocabulary.", [row], mend))
     return ids

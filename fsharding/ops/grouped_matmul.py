@@ -1,4 +1,4 @@
-"""Products of groups of rows, each group with its own matrix: what experts compute."""
+"""Products of groups of rows, each group with its own matrix: the compute of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["even_shares", "grouped_matmul"]
 
 
 def even_shares(rows: int, groups: int) -> list[int]:
-    """Return row counts of groups, as even as possible: they replace counts that a fake tensor does not have."""
+    """Return row counts of groups, as even as possible; they stand in for counts that a fake tensor lacks."""
     return [(rows + groups - 1 - group) // groups for group in range(groups)]
 
 
@@ -34,17 +34,15 @@ class _Groups:
     outer: bool = False  # the map is `outer` below, not `rows`
 
     def bounds(self, rows: int) -> Iterator[tuple[int, int]]:
-        yield from itertools.pairwise(itertools.accumulate(self.known(rows), initial=0))
-
-    def known(self, rows: int) -> list[int]:
-        """The rows of each group; of counts without values, shares of so many rows that are as even as they can be."""
-        return even_shares(rows, self.counts.numel()) if _compat.is_fake(self.counts) else self.counts.tolist()
+        """Yield the start and end of each group; even shares of all rows if the counts have no values."""
+        counts = even_shares(rows, self.counts.numel()) if _compat.is_fake(self.counts) else self.counts.tolist()
+        yield from itertools.pairwise(itertools.accumulate(counts, initial=0))
 
     def offsets(self, device: torch.device) -> Tensor:
         return self.counts.to(device).cumsum(0).to(torch.int32)
 
     def rows(self, x_MK: Tensor, w_XKN: Tensor) -> Tensor:
-        """Each row times the matrix of its group: `[M, N]`."""
+        """Multiply each row with the matrix of its group: `[M, N]`."""
         if _takes_kernel(x_MK, w_XKN):
             return F.grouped_mm(x_MK, w_XKN, offs=self.offsets(x_MK.device))
         out_MN = x_MK.new_empty(x_MK.shape[0], w_XKN.shape[-1])
@@ -53,7 +51,7 @@ class _Groups:
         return out_MN
 
     def sums(self, x_MK: Tensor, y_MN: Tensor) -> Tensor:
-        """For each group the sum of outer products of its rows: `[X, K, N]`."""
+        """Sum the outer products of the rows of each group: `[X, K, N]`."""
         if _takes_kernel(x_MK.mT, y_MN):
             return F.grouped_mm(x_MK.mT, y_MN, offs=self.offsets(x_MK.device))
         out_XKN = x_MK.new_empty(self.counts.numel(), x_MK.shape[-1], y_MN.shape[-1])
@@ -63,16 +61,16 @@ class _Groups:
 
 
 def _takes_kernel(a: Tensor, b: Tensor) -> bool:
-    """Whether `grouped_mm` has a kernel for two tensors: their device, dtype, alignment and strides."""
+    """Return whether `grouped_mm` has a kernel for two tensors: their device, dtype, alignment and strides."""
     if a.device.type != "cpu" and b.ndim == 2:
-        return False  # groups along the summed dim have to be aligned there, and groups of tokens are not
+        return False  # there groups along the summed dim must be aligned, and groups of tokens are not
     if _compat.is_fake(a) and a.dtype != torch.bfloat16:
-        return False  # also where the kernel itself takes others
+        return False  # a fake tensor's kernel takes bfloat16 only, even if the real one takes more
     return a.numel() > 0 and b.numel() > 0 and _has_kernel(a.device.type, a.dtype) and _dense(a) and _dense(b)
 
 
 def _dense(x: Tensor) -> bool:
-    """Whether rows, or columns, are dense and begin at multiples of 16 bytes."""
+    """Return whether rows, or columns, are dense and begin at multiples of 16 bytes."""
     *outer, inner, longer = (*x.stride()[:-2], *sorted(x.stride()[-2:]))
     start = 0 if _compat.is_fake(x) else x.data_ptr()
     return inner == 1 and all(n % 16 == 0 for n in (start, *(s * x.itemsize for s in (*outer, longer))))
@@ -82,7 +80,7 @@ def _dense(x: Tensor) -> bool:
 def _has_kernel(device: str, dtype: torch.dtype) -> bool:
     if device != "cpu" and not devices.is_here(device):  # of a fake tensor
         return dtype == torch.bfloat16
-    # A selective checkpoint would take this product for the first one of the function that it is to recompute.
+    # A selective checkpoint would mistake this product for the first one of the function that it recomputes.
     with _compat.outside_of_modes():
         a = torch.ones(8, 8, dtype=dtype, device=device)
         b = torch.ones(1, 8, 8, dtype=dtype, device=device)
@@ -93,7 +91,7 @@ def _has_kernel(device: str, dtype: torch.dtype) -> bool:
 
 
 class _Grouped(Function):
-    """Both maps of `_Groups`: each is bilinear, and the derivative of each is made of the two."""
+    """Both maps of `_Groups`: each is bilinear, and the derivative of each consists of the two."""
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, groups: _Groups) -> Tensor:
@@ -114,7 +112,7 @@ class _Grouped(Function):
             return _grouped(b, grad.mT, rows) if wants_a else None, _grouped(a, grad, rows) if wants_b else None, None
         grad_b = None
         if wants_b:
-            # In the memory order of b, whose transpose is what the caller has where it stands column by column.
+            # In the memory order of b: if it is column by column, the caller's own tensor is its transpose.
             by_column = b.stride(-2) == 1 and b.stride(-1) != 1
             grad_b = _grouped(grad, a, sums).mT if by_column else _grouped(a, grad, sums)
         return _grouped(grad, b.mT, rows) if wants_a else None, grad_b, None
@@ -140,18 +138,18 @@ def _grouped(a: Tensor, b: Tensor, groups: _Groups) -> Tensor:
 
 @public
 def grouped_matmul(x_MD: Tensor, w_XDF: Weight, counts_X: Tensor) -> Tensor:
-    """Multiplies the first `counts_X[0]` rows with the first matrix, the next `counts_X[1]` with the second, and so on.
+    """Multiply the first `counts_X[0]` rows with the first matrix, the next `counts_X[1]` with the second, and so on.
 
     Args:
-        x_MD: floating point [M, D], rows sorted by group.
-        w_XDF: a matrix for each group; a transposed view, as `w_XFD.mT`, is as good. A `Quantized` is dequantized.
-        counts_X: rows of each group (whole numbers from 0, which sum to M); any of them may be 0.
+        x_MD: Floating point [M, D], rows sorted by group.
+        w_XDF: One matrix for each group, [X, D, F]; a transposed view is as good. A `Quantized` is dequantized.
+        counts_X: Integer [X], the rows of each group; 0 is allowed, and they sum to M.
 
     Returns:
-        `[M, F]`, of the dtype of `x_MD`.
+        `[M, F]` in the dtype of `x_MD`.
 
     Raises:
-        SpecError: shapes or dtypes that do not fit.
+        SpecError: Shapes, dtypes or counts do not match.
         TransformError: `counts_X` differs within a `vmap`.
 
     Example:
@@ -166,14 +164,14 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Weight, counts_X: Tensor) -> Tensor:
         mend = "Keep the counts out of the vmap, or loop over the batch."
         raise TransformError(message("cannot run under a vmap over its counts.", mend=mend))
     fits = x_MD.ndim == 2 and w_XDF.ndim == 3 and counts.shape == w_XDF.shape[:1] and x_MD.shape[1] == w_XDF.shape[1]
-    # The kernel takes rows wherever counts say. Elsewhere than on the CPU they would have to be waited for.
+    # The kernel trusts the counts. They are checked on the CPU only: the host would wait for any other device.
     known = counts.tolist() if counts.device.type == "cpu" and not _compat.is_fake(counts) else None
-    whole = known is None or (sum(known) == x_MD.shape[0] and min(known, default=0) >= 0)
-    if not fits or x_MD.dtype != w_XDF.dtype or not whole:
+    covered = known is None or (sum(known) == x_MD.shape[0] and min(known, default=0) >= 0)
+    if not fits or x_MD.dtype != w_XDF.dtype or not covered:
         rows = [
             f"x is {x_MD.dtype}{list(x_MD.shape)}, w is {w_XDF.dtype}{list(w_XDF.shape)}",
             f"counts are {counts.tolist() if not _compat.is_fake(counts) else 'fake'}",
         ]
         text = "needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M."
-        raise SpecError(message(text, rows))
+        raise SpecError(message(text, rows, "Sort the rows by group, and count them with torch.bincount."))
     return _grouped(x_MD, w_XDF, _Groups(counts))

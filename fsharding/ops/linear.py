@@ -1,4 +1,4 @@
-"""Linear maps over a model axis: columns or rows of a weight on each rank, and the regions between them."""
+"""Tensor-parallel linear maps, and entry and exit of their regions (Megatron-LM, Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from fsharding.base.public import public
 from fsharding.formats.quantized import Weight
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import all_gather, psum, pvary, reduce_scatter
-from fsharding.ops.matmul import scaled_matmul
+from fsharding.ops.scaled_mm import scaled_matmul
 from fsharding.sharding.boxes import chunk
 
 __all__ = ["column_linear", "copy_to_tp", "reduce_from_tp", "row_linear", "split_fused"]
 
 
 def copy_to_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
-    """Enter a region where each rank of an axis computes with its own shards. Transpose of `reduce_from_tp`.
+    """Enter a tensor-parallel region: full activations, the same on all n ranks of the axis.
+
+    Without `sequence_dim` it is `pvary`: `[..] -> [..]`. With it, `all_gather`: `[.., t, ..] -> [.., n t, ..]`, as in
+    sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198). The transpose is `reduce_from_tp`.
 
     Args:
-        x: the same on all ranks of the axis; with `sequence_dim` each rank's equal part along that dim.
-        axis: of the mesh; one that the mesh lacks, or no mesh at all, is one rank.
-        sequence_dim: the dim along which the activations are cut outside of the region, if they are.
-        mesh: by default the mesh of `fs.set_mesh`.
+        x: Activations that are the same on all ranks of the axis; with `sequence_dim`, this rank's equal shard.
+        axis: A mesh axis. Without a mesh, or on a mesh without it, it has one rank.
+        sequence_dim: Dim along which activations are sharded outside the region (sequence parallelism), or None.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
-        The whole activations, the same on all ranks.
+        The full activations, in the shape and dtype of `x` but for `sequence_dim`.
 
     Example:
         >>> def mlp(x, up, down):  # on two ranks of tp: up is [4, 4], down is [4, 4]
         ...     return fs.ops.reduce_from_tp(torch.relu(fs.ops.copy_to_tp(x) @ up) @ down)
-        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     mlp(torch.ones(2, 4), torch.ones(4, 8), torch.ones(8, 4)).shape
+        >>> mlp(torch.ones(2, 4), torch.ones(4, 8), torch.ones(8, 4)).shape
         torch.Size([2, 4])
     """
     if axis_size(axis, mesh) == 1:
@@ -43,21 +45,26 @@ def copy_to_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, 
 
 @public
 def reduce_from_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
-    """Leave a region: sum the terms of all ranks, and shard along `sequence_dim`. Transpose of `copy_to_tp`.
+    """Leave a tensor-parallel region: sum the partial results of all n ranks of the axis.
+
+    Without `sequence_dim` it is `psum`: `[..] -> [..]`. With it, `reduce_scatter`: `[.., n t, ..] -> [.., t, ..]`. Sums
+    are computed in float32 at least. The transpose is `copy_to_tp`.
 
     Args:
-        x: this rank's term of the sum, of the whole shape.
-        axis: as in `copy_to_tp`.
-        sequence_dim: as in `copy_to_tp`.
-        mesh: by default the mesh of `fs.set_mesh`.
+        x: This rank's partial result, of the full shape.
+        axis: A mesh axis. Without a mesh, or on a mesh without it, it has one rank.
+        sequence_dim: Dim along which activations are sharded outside the region (sequence parallelism), or None.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
+
+    Returns:
+        The sum in the dtype of `x`; with `sequence_dim`, this rank's shard of it.
 
     Raises:
-        SpecError: the size of `sequence_dim` is not a multiple of the axis.
+        SpecError: The size of `sequence_dim` is not a multiple of the axis.
 
     Example:
         >>> x, weight = torch.ones(1, 4), torch.ones(4, 2)  # on two ranks of tp: [1, 2] and [2, 2]
-        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     fs.ops.reduce_from_tp(x @ weight)
+        >>> fs.ops.reduce_from_tp(x @ weight)
         tensor([[4., 4.]])
     """
     size = axis_size(axis, mesh)
@@ -66,104 +73,92 @@ def reduce_from_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = No
     if sequence_dim is None:
         return psum(x, axis, mesh=mesh)
     if x.shape[sequence_dim] % size:
-        text = f"cannot cut dim {sequence_dim} of size {x.shape[sequence_dim]} over {axis} of size {size}."
-        raise SpecError(message(text, mend=f"Make the sequence of each rank a multiple of {size}."))
+        text = f"cannot shard dim {sequence_dim} of size {x.shape[sequence_dim]} over {axis} of size {size}."
+        raise SpecError(message(text, mend=f"Make the number of tokens of each rank a multiple of {size}."))
     return reduce_scatter(x, axis, dim=sequence_dim, mesh=mesh)
 
 
 def column_linear(
-    x_D: Tensor,
-    *weights_FD: Weight,
-    axis: str = "tp",
-    sequence_dim: int | None = None,
-    mesh: Mesh | None = None,
+    x_D: Tensor, *weights_FD: Weight, axis: str = "tp", sequence_dim: int | None = None, mesh: Mesh | None = None
 ) -> tuple[Tensor, ...]:
-    """`x @ w.T` for weights of which each rank has some rows, that is, some columns of the product.
+    """Compute `x @ w.T` with column-parallel weights: `[.., D] -> [.., F]`, with F sharded over the axis.
+
+    As in Megatron-LM (arXiv:1909.08053). All weights share one `copy_to_tp`: q, k and v cost one collective.
 
     Args:
-        x_D: [..., D], the same on all ranks of the axis, or cut along `sequence_dim`.
-        *weights_FD: this rank's rows of each weight: [F of this rank, D], as a tensor or a `Quantized`. All of them
-            share one `copy_to_tp`.
-        axis: the mesh axis that shards F.
-        sequence_dim: as in `copy_to_tp`.
-        mesh: by default the mesh of `fs.set_mesh`.
+        x_D: Activations [..., D], the same on all ranks of the axis, or sharded along `sequence_dim`.
+        *weights_FD: This rank's rows of each weight, [F of this rank, D]; tensors or `Quantized`.
+        axis: Mesh axis that shards F, as in `copy_to_tp`.
+        sequence_dim: Dim along which activations are sharded outside the region (sequence parallelism), or None.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
-        For each weight [..., F of this rank].
+        One tensor [..., F of this rank] for each weight, in the dtype of x.
 
     Example:
         >>> x, q, k = torch.ones(3, 4), torch.ones(8, 4), torch.ones(2, 4)  # on two ranks of tp: q [4, 4], k [1, 4]
-        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     [y.shape for y in fs.ops.column_linear(x, q, k)]
+        >>> [y.shape for y in fs.ops.column_linear(x, q, k)]
         [torch.Size([3, 8]), torch.Size([3, 2])]
     """
-    whole = copy_to_tp(x_D, axis, sequence_dim=sequence_dim, mesh=mesh)
-    return tuple(scaled_matmul(whole, w, 1) for w in weights_FD)
+    full = copy_to_tp(x_D, axis, sequence_dim=sequence_dim, mesh=mesh)
+    return tuple(scaled_matmul(full, w, 1) for w in weights_FD)
 
 
 @public
 def split_fused(
     x: Tensor, sizes: Sequence[int], *, dim: int = -1, axis: str = "tp", mesh: Mesh | None = None
 ) -> tuple[Tensor, ...]:
-    """The parts of a dim that is named `Fused`, which each rank of an axis has some of: q, k and v of one product, say.
+    """Split a fused dim, such as q, k and v in one weight, into this rank's shard of each part.
 
     Args:
-        x: a weight at work, or its product: this rank's piece of each part, one after the other, along `dim`; or all of
-            every part, where nothing cuts them.
-        sizes: of the whole parts, as the `Fused` name says them.
-        dim: the dim of x that holds the parts.
-        axis: that cuts each part by itself, as evenly as it can.
-        mesh: by default the mesh of `fs.set_mesh`.
+        x: A gathered weight or its product: along `dim`, this rank's shard of each part, or the full parts.
+        sizes: Full size of each part, as in the leaf's `Fused` name.
+        dim: The fused dim of x.
+        axis: Mesh axis that shards each part, as in `copy_to_tp`.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
         Views of x.
 
     Raises:
-        SpecError: the size of `dim` is neither this rank's pieces nor all parts.
+        SpecError: The size of `dim` matches neither this rank's shards nor the full parts.
 
     Example:
         >>> qkv = torch.arange(8.0)  # four of q, two of k, two of v
-        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     fs.ops.split_fused(qkv, (4, 2, 2))
+        >>> fs.ops.split_fused(qkv, (4, 2, 2))
         (tensor([0., 1., 2., 3.]), tensor([4., 5.]), tensor([6., 7.]))
     """
-    pieces = [chunk(size, axis_size(axis, mesh), axis_index(axis, mesh)) for size in sizes]
-    here = [stop - start for start, stop in pieces]
+    shards = [chunk(size, axis_size(axis, mesh), axis_index(axis, mesh)) for size in sizes]
+    here = [stop - start for start, stop in shards]
     has = x.shape[dim]
     if has not in (sum(here), sum(sizes)):
         text = f"cannot split dim {dim} of size {has} into parts of {tuple(sizes)}: this rank has {tuple(here)}."
-        raise SpecError(message(text, mend="Give the sizes of the leaf's Fused name."))
+        raise SpecError(message(text, mend="Pass the sizes of the leaf's Fused name."))
     return x.split(here if has == sum(here) else list(sizes), dim)
 
 
 def row_linear(
-    x_F: Tensor,
-    weight_FD: Weight,
-    *,
-    axis: str = "tp",
-    sequence_dim: int | None = None,
-    mesh: Mesh | None = None,
+    x_F: Tensor, weight_FD: Weight, *, axis: str = "tp", sequence_dim: int | None = None, mesh: Mesh | None = None
 ) -> Tensor:
-    """`x @ w` for a weight of which each rank has the rows that meet its part of x, summed over the axis.
+    """Compute `x @ w` with a row-parallel weight, summed over the axis: `[.., F] -> [.., D]`, with F sharded.
 
     Args:
-        x_F: [..., F of this rank], as `column_linear` makes it.
-        weight_FD: this rank's rows: [F of this rank, D], as a tensor or a `Quantized`.
-        axis: the mesh axis that shards F.
-        sequence_dim: as in `copy_to_tp`.
-        mesh: by default the mesh of `fs.set_mesh`.
+        x_F: Activations [..., F of this rank], as `column_linear` returns them.
+        weight_FD: This rank's rows, [F of this rank, D]: a tensor or a `Quantized`.
+        axis: Mesh axis that shards F, as in `copy_to_tp`.
+        sequence_dim: Dim along which activations are sharded outside the region (sequence parallelism), or None.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
-        [..., D], the same on all ranks of the axis, or cut along `sequence_dim`.
+        [..., D] in the dtype of x, the same on all ranks of the axis, or sharded along `sequence_dim`.
 
     Raises:
-        SpecError: as `reduce_from_tp`.
+        SpecError: The size of `sequence_dim` is not a multiple of the axis.
 
     Example:
         >>> x, up, down = torch.ones(3, 4), torch.ones(8, 4), torch.ones(8, 4)  # on two ranks of tp: both [4, 4]
-        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     (hidden,) = fs.ops.column_linear(x, up)
-        ...     fs.ops.row_linear(hidden.relu(), down).shape
+        >>> (hidden,) = fs.ops.column_linear(x, up)
+        >>> fs.ops.row_linear(hidden.relu(), down).shape
         torch.Size([3, 4])
     """
     return reduce_from_tp(scaled_matmul(x_F, weight_FD, 0), axis, sequence_dim=sequence_dim, mesh=mesh)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that a model axis shards, without the full logits on any rank."""
+"""Vocabulary-parallel cross entropy: no rank holds the full logits."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ def cross_entropy(
     ignore_index: int = -100,
     mesh: Mesh | None = None,
 ) -> Tensor:
-    """`log(sum(exp(logits))) - logits[target]` for each token.
+    """Compute `log(sum(exp(logits))) - logits[target]` for each token, in float32, with V sharded over an axis.
+
+    As `F.cross_entropy(..., reduction="none")`. Logits are never gathered (Megatron-LM, arXiv:1909.08053): ranks
+    exchange one maximum, one sum and one target logit per token.
 
     Args:
-        logits_V: [..., V of this rank]: a ceil-chunk of the vocabulary, or all of it where nothing cuts it.
-        targets: whole numbers [...], the same on all ranks of the axis.
-        vocab: V, the size of the whole vocabulary; by default what is here.
-        axis: that cuts the vocabulary, if it does.
-        ignore_index: tokens with this target have loss 0 and no gradient.
-        mesh: by default the mesh of `fs.set_mesh`.
+        logits_V: Logits [..., V of this rank]: a ceil-chunk of the vocabulary, or all of it if nothing shards it.
+        targets: Integer ids [...], the same on all ranks of the axis.
+        vocab: V, the size of the full vocabulary; by default the last size of `logits_V`.
+        axis: Mesh axis that shards V. Without a mesh, or on a mesh without it, it has one rank.
+        ignore_index: Target of tokens whose loss is 0 and that get no gradient.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
         float32[...], the same on all ranks of the axis.
 
     Raises:
-        DataError: targets that are no whole numbers, or, on the CPU, outside the vocabulary and not `ignore_index`.
+        DataError: Targets aren't integers, or, on the CPU, are outside the vocabulary and not `ignore_index`.
 
     Example:
         >>> logits = torch.zeros(3, 4)
@@ -54,7 +57,9 @@ def cross_entropy(
         return losses.view(targets.shape)
     start, stop = boxes.chunk(vocab, size, axis_index(axis, mesh))
     if start == stop:
+        # A rank without logits takes part in the sums: -inf adds exp(-inf) = 0 to each.
         logits = torch.full_like(targets, -torch.inf, dtype=torch.float32).unsqueeze(-1) + logits.sum()
+    # The maximum only guards exp against overflow and has no gradient: the loss does not depend on it.
     peaks = all_gather(logits.detach().amax(-1).unsqueeze(0), axis, dim=0, mesh=mesh)
     shifted = logits - peaks.amax(0).unsqueeze(-1)
     total = psum(shifted.exp().sum(-1), axis, mesh=mesh)

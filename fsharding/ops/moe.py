@@ -1,10 +1,10 @@
-"""Experts along an axis: send tokens to the ranks that own their experts, and combine the results."""
+"""Expert parallelism: send tokens to the ranks that own their experts, and combine the results."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
@@ -30,9 +30,9 @@ __all__ = ["Dispatched", "Plan", "capacity_of", "combine", "dispatch", "experts_
 
 @dataclass(frozen=True, eq=False)
 class _Reorder:
-    """Put rows in another order: row j of the result is row `order[j]`; `inverse` is the way back."""
+    """Put rows in a different order: row j of the result is row `order[j]`; `inverse` is the way back."""
 
-    # Rows of the result that are not `filled` are zero, and so are those of the way back that are not `back_filled`.
+    # Rows of the result that aren't `filled` are zero; on the way back, rows that aren't `back_filled`.
     order: Tensor
     inverse: Tensor
     filled: Tensor | None = None
@@ -43,7 +43,7 @@ class _Reorder:
         return self.select(x, self.order)
 
     def select(self, x: Tensor, order: Tensor) -> Tensor:
-        """Take rows of x by their number, and clear those that are not filled."""
+        """Take rows of x by number, and clear rows that aren't filled."""
         rows = x.index_select(self.dim, order)
         if self.filled is None:
             return rows
@@ -59,7 +59,7 @@ class _Reorder:
 
 @dataclass(frozen=True, eq=False)
 class _Spread:
-    """Each row `copies` times, then reordered. The transpose sums the copies, in the order of choices on any device."""
+    """Repeat each row `copies` times, then reorder. The transpose sums copies in the order of choices, everywhere."""
 
     rows: _Reorder
     copies: int
@@ -80,21 +80,21 @@ class _Spread:
 
 @dataclass(frozen=True, eq=False)
 class _Route:
-    """Where rows go and come from, as the choices of tokens decide it."""
+    """Where rows are sent and received, according to the choices of the tokens."""
 
     send: tuple[int, ...]  # rows to each rank of the axis
     receive: tuple[int, ...]  # rows from each
     by_expert: _Reorder = field(repr=False)  # from copies of tokens to the order of experts
-    arrived: _Reorder | None = field(repr=False)  # from ranks to this rank's experts; None if they are one
+    arrived: _Reorder | None = field(repr=False)  # from ranks to this rank's experts; None on one rank
     capacity: int | None = None  # C; None without a capacity
-    overflow: Tensor | None = field(default=None, repr=False)  # whether an expert has too many (bool, 0-d)
+    overflow: Tensor | None = field(default=None, repr=False)  # whether an expert has too many rows (bool, 0-d)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan(_Route):
-    """What `combine` needs of a `dispatch`."""
+    """The record that `dispatch` makes for `combine`."""
 
-    weights: Tensor = field(repr=False)  # [N, k]; all NaN if an expert has too many
+    weights: Tensor = field(repr=False)  # [N, k]; all NaN if an expert has too many rows
     axis: tuple[str, ...]
     mesh: Mesh | None = field(repr=False)  # None if rows stay here
 
@@ -102,7 +102,7 @@ class Plan(_Route):
 class Dispatched(NamedTuple):
     """The tokens that this rank's experts receive."""
 
-    # tokens, sorted by expert (`[M, D]`); with a capacity zeros after the tokens of each rank for an expert
+    # Tokens [M, D], sorted by expert; with a capacity, each rank's tokens for an expert are padded with zeros.
     rows: Tensor
     counts: Tensor  # rows of each expert of this rank (int64[E])
     plan: Plan  # for `combine`
@@ -111,8 +111,8 @@ class Dispatched(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def owned_experts(experts: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Return the experts (start, stop) of each rank in ceil-chunks, as a dim named "expert" is sharded."""
-    cuts = product(*(range(size) for size in sizes))
-    return tuple(boxes.nested_chunk(experts, list(zip(sizes, cut, strict=True))) for cut in cuts)
+    coords = product(*(range(size) for size in sizes))
+    return tuple(boxes.nested_chunk(experts, list(zip(sizes, coord, strict=True))) for coord in coords)
 
 
 @public
@@ -126,25 +126,28 @@ def dispatch(
     capacity: float | None = None,
     drop: bool = False,
 ) -> Dispatched:
-    """Sends each token to the ranks that own its experts. Collective along the axis; dropless without `drop`.
+    """Send each token to the ranks that own its experts: `[N, D] -> [M, D]`. Collective along the axis.
 
     Args:
-        x_ND: this rank's tokens; N may be 0, and another one on every rank unless there is a capacity.
-        routing: what `ops.route` returned for these tokens.
-        experts: X, how many there are on all ranks.
-        axis: along which experts are owned; where the mesh lacks it, or there is no mesh, nothing is sent.
-        mesh: by default the mesh of `fs.set_mesh`.
-        capacity: how many of this rank's tokens an expert takes, as a multiple of an equal share; C is
-            `ceil(capacity * N * k / X)`, at most N. The host then reads nothing. If more tokens choose one, the weights
-            of the plan are NaN, and so is what `combine` returns.
-        drop: with a capacity, let an expert leave out the tokens for which its score is lowest, of equal scores the
-            later ones; they add nothing to what `combine` returns. What is dropped depends on which tokens a rank has.
+        x_ND: This rank's tokens, floating point [N, D]. Without a capacity, N may be 0 and differ between ranks.
+        routing: Result of `ops.route` for these tokens.
+        experts: X, the number of experts on all ranks.
+        axis: Mesh axes that shard experts, in ceil-chunks. Without a mesh, or on a mesh without them, nothing is sent.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
+        capacity: Rows that an expert takes from each rank, as a multiple of an equal share: C is `ceil(capacity * N * k
+            / X)`, at most N (Lepikhin et al. 2020, GShard, arXiv:2006.16668). If more tokens choose an expert, the
+            output of `combine` is NaN. The host reads counts only without a capacity.
+        drop: Whether a full expert drops the tokens with its lowest scores instead, later ones first; they add nothing
+            to the output of `combine`. Which are dropped depends on the sharding of tokens.
+
+    Returns:
+        `(rows, counts, plan)`: rows [M, D] sorted by expert; int64[E], rows of each expert here; a plan for `combine`.
 
     Raises:
-        MeshError: an axis that does not exist.
-        SpecError: a routing of other tokens, or to an expert that does not exist; a capacity below 1, with `drop` one
-            that is not above 0; or `drop` without a capacity.
-        TransformError: the routing differs within a `vmap`: ranks would not know how much to expect.
+        MeshError: The axis is unknown.
+        SpecError: The routing has other tokens, or an expert that does not exist; or the capacity is below 1 (with
+            `drop`, not above 0), or missing with `drop`.
+        TransformError: The routing differs within a `vmap`, so ranks could not agree on row counts.
 
     Example:
         >>> x = torch.tensor([[1.0], [2.0], [3.0]])
@@ -152,8 +155,6 @@ def dispatch(
         >>> rows, counts, plan = fs.ops.dispatch(x, routing, experts=2)
         >>> rows.flatten(), counts
         (tensor([2., 1., 3.]), tensor([1, 2]))
-        >>> fs.ops.dispatch(x, routing, experts=2, capacity=1.5).rows.flatten()
-        tensor([2., 0., 0., 1., 3., 0.])
         >>> fs.ops.dispatch(x, routing, experts=2, capacity=0.5, drop=True).rows.flatten()  # one token for each expert
         tensor([2., 1.])
     """
@@ -166,16 +167,17 @@ def dispatch(
         raise TransformError(message("cannot run under a vmap over tokens.", mend=mend))
     if chosen_NK.ndim != 2 or x_ND.ndim != 2 or chosen_NK.shape[0] != x_ND.shape[0]:
         rows = [f"x is {list(x_ND.shape)}, experts are {list(chosen_NK.shape)}"]
-        raise SpecError(message("needs x [N, D] and experts [N, k] of the same tokens.", rows))
+        mend = "Pass the x_ND whose logits ops.route got, with batch and positions flattened."
+        raise SpecError(message("needs x [N, D] and experts [N, k] of the same tokens.", rows, mend))
     if drop and capacity is None:
-        mend = "Give capacity= as well, as a multiple of an equal share of the tokens."
+        mend = "Pass capacity= as well, as a multiple of an equal share of the tokens."
         raise SpecError(message("got drop=True without a capacity.", mend=mend))
     if capacity is not None and not (capacity > 0 if drop else capacity >= 1):
         least = "a number above 0" if drop else "at least 1, an equal share of the tokens for each expert"
-        raise SpecError(message(f"got capacity={capacity}: some tokens would fit nowhere.", mend=f"Give {least}."))
+        raise SpecError(message(f"got capacity={capacity}: some tokens would have no expert.", mend=f"Pass {least}."))
     owned = owned_experts(experts, tuple(axis_size(a, where) for a in axes))
     scores_NX = _functorch.unwrapped(routing.scores.detach())
-    route = _as_they_come
+    route = _dropless
     if capacity is not None:
         assert scores_NX is not None
         route = functools.partial(_in_slots, capacity=capacity, scores_NX=scores_NX, drop=drop)
@@ -192,16 +194,14 @@ def dispatch(
 
 
 def capacity_of(factor: float, tokens: int, choices: int, experts: int) -> int:
-    """C, the rows of an expert for the tokens of a rank (Lepikhin et al. 2020, "GShard", sec. 2.2)."""
-    # A token chooses an expert once, so that with `factor = experts / choices` none has too many.
+    """Return C, the rows of an expert for the tokens of a rank (Lepikhin et al. 2020, GShard, sec. 2.2)."""
+    # A token chooses an expert once, so with `factor = experts / choices` none can have too many rows.
     return min(math.ceil(factor * tokens * choices / experts), tokens)
 
 
-def _as_they_come(
-    chosen_NK: Tensor, experts: int, owned: Sequence[tuple[int, int]], group: Group
-) -> tuple[Tensor, _Route]:
-    """As many rows as there are: the counts are exchanged, and the host reads them."""
-    # Each rank has a range of experts: rows that are in the order of experts are in the order of ranks, too.
+def _dropless(chosen_NK: Tensor, experts: int, owned: Sequence[tuple[int, int]], group: Group) -> tuple[Tensor, _Route]:
+    """Route all rows: ranks exchange their counts, and the host reads them."""
+    # Each rank has a range of experts, so rows in the order of experts are in the order of ranks, too.
     by_expert = _order(chosen_NK.reshape(-1))
     counts_X = count_choices(chosen_NK, experts)
     coming_RE = _coming(counts_X, owned, group)
@@ -223,7 +223,7 @@ def _in_slots(
     scores_NX: Tensor,
     drop: bool,
 ) -> tuple[Tensor, _Route]:
-    """C rows for each expert, of every rank: nothing that the host does depends on values."""
+    """Route C rows for each expert from every rank: the host's part does not depend on values."""
     tokens, choices = chosen_NK.shape
     size = capacity_of(capacity, tokens, choices, experts)
     keys = chosen_NK.reshape(-1).clamp(0, experts - 1)
@@ -231,21 +231,21 @@ def _in_slots(
     starts_X = counts_X.cumsum(0) - counts_X
     order = _order(keys)
     if drop:
-        # Stable: of equal scores the earlier token stays.
+        # Stable: of equal scores, the earlier token stays.
         best = scores_NX.gather(1, chosen_NK.clamp(0, experts - 1)).reshape(-1).argsort(descending=True, stable=True)
         order = _inverted(best[keys[best].argsort(stable=True)])
-    places = order.inverse - starts_X[keys]  # of a choice among all choices of its expert
+    places = order.inverse - starts_X[keys]  # rank of a choice among all choices of its expert
     slots = keys * size + places.clamp(max=size - 1)
     kept = places < size
-    # A choice without room is written behind the last slot.
+    # A choice without a slot is written behind the last one, which is then dropped.
     written = slots.where(kept, experts * size)
     taken = slots.new_zeros(experts * size + 1).scatter_(0, written, torch.arange(keys.numel(), device=keys.device))
     filled = torch.zeros_like(taken, dtype=torch.bool).scatter_(0, written, True)
     full = (counts_X > size).any()
-    # What an expert that does not exist is chosen by is not counted.
+    # `count_choices` leaves out choices of experts that do not exist.
     unknown = counts_X.sum() != keys.numel()
     overflow = unknown if drop else full | unknown
-    # Scores that are not finite choose alike: that is no lack of room.
+    # Scores that aren't finite all choose the same experts: that isn't a lack of capacity.
     note_capacity(full & scores_NX.isfinite().all() & (not drop), kept.logical_not().sum() * drop)
     start, stop = owned[group.index]
     send = tuple((last - first) * size for first, last in owned)
@@ -262,7 +262,7 @@ def _in_slots(
 
 
 def _order(keys: Tensor) -> _Reorder:
-    """The stable order of keys, and its inverse."""
+    """Return the stable order of keys, and its inverse."""
     return _inverted(keys.argsort(stable=True))
 
 
@@ -273,9 +273,10 @@ def _inverted(order: Tensor) -> _Reorder:
 
 
 def _coming(counts_X: Tensor, owned: Sequence[tuple[int, int]], group: Group) -> Tensor:
-    """How many rows each rank of the group has for each expert of this rank: int64[ranks, E]."""
+    """Exchange how many rows each rank of the group has for each expert of this rank: int64[ranks, E]."""
     width = max(stop - start for start, stop in owned)
     exchange = transport_for(group, counts_X.device).all_to_all(width, counts_X.dtype)
+    # Chunks may be uneven; every row is as long as the widest, and the ends are ignored.
     exchange.own.zero_()
     for row, (start, stop) in zip(exchange.own, owned, strict=True):
         row[: stop - start] = counts_X[start:stop]
@@ -290,30 +291,33 @@ def _rows_between(
     counts_X: Tensor, coming_RE: Tensor, owned: Sequence[tuple[int, int]], group: Group, chosen_NK: Tensor
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return how many rows are sent to each rank of the group, and received from each."""
-    # Fake tensors have no counts: each rank then has as many tokens as this one, and experts have equal shares.
+    # Fake tensors have no counts: assume as many tokens on every rank, and equal shares of experts.
     fake = _compat.is_fake(counts_X)
     going = even_shares(chosen_NK.numel(), counts_X.numel()) if fake else counts_X.tolist()
     if sum(going) != chosen_NK.numel():
         unknown = chosen_NK[(chosen_NK < 0) | (chosen_NK >= counts_X.numel())]
         rows = [f"a token goes to expert {int(unknown[0])}"]
-        raise SpecError(message(f"has {counts_X.numel()} experts, from 0 on.", rows))
+        mend = "Pass experts=, the number of all experts that ops.route chose from."
+        raise SpecError(message(f"has {counts_X.numel()} experts, from 0 on.", rows, mend))
     send = tuple(sum(going[start:stop]) for start, stop in owned)
     return send, (send[group.index],) * group.size if fake else tuple(map(int, coming_RE.sum(1).tolist()))
 
 
 @public
 def combine(y_MD: Tensor, plan: Plan) -> Tensor:
-    """Brings the results of experts back to their tokens and sums them with the weights of the routing.
+    """Return the results of experts to their tokens, and sum them with the weights of the routing: `[M, D] -> [N, D]`.
+
+    The inverse of `dispatch`. Collective along the axis.
 
     Args:
-        y_MD: results for the rows of the `dispatch`, in their order.
-        plan: what that call of `dispatch` returned.
+        y_MD: Results for the rows of `dispatch`, in their order.
+        plan: The plan of that call of `dispatch`.
 
     Returns:
-        `[N, D]`, of the dtype of `y_MD`.
+        `[N, D]` in the dtype of `y_MD`.
 
     Raises:
-        SpecError: not as many rows as were dispatched.
+        SpecError: The number of rows isn't what was dispatched.
 
     Example:
         >>> x = torch.tensor([[1.0], [2.0], [3.0]])
@@ -324,7 +328,8 @@ def combine(y_MD: Tensor, plan: Plan) -> Tensor:
     """
     if y_MD.ndim != 2 or y_MD.shape[0] != sum(plan.receive):
         text = f"needs results [M, D] for the {sum(plan.receive)} rows of the dispatch."
-        raise SpecError(message(text, [f"y is {list(y_MD.shape)}"]))
+        mend = "Pass one result for each row of dispatch, padding included."
+        raise SpecError(message(text, [f"y is {list(y_MD.shape)}"], mend))
     if plan.arrived is not None:
         y_MD = apply_linear(y_MD, plan.arrived.dual())
         y_MD = all_to_all_rows(y_MD, plan.axis, send=plan.receive, receive=plan.send, mesh=plan.mesh)
@@ -346,29 +351,26 @@ def experts_swiglu(
     capacity: float | None = None,
     drop: bool = False,
 ) -> Tensor:
-    """SwiGLU experts (Shazeer 2020): `sum_j weight_j * down(silu(gate(x)) * up(x))` over the k experts of each token.
+    """Compute SwiGLU experts (Shazeer 2020, arXiv:2002.05202): `sum_j weight_j * down(silu(gate(x)) * up(x))`, [N, D].
 
-    Weights are what `gather_unit` gives of leaves named `("expert", "mlp", "embed")`: the experts of this rank, whose
-    hidden dim `tp` may cut; those in a format are dequantized. Then x has to be the same on all ranks of `tp`, and the
-    result is.
+    The sum is over the k experts of each token. Weights are gathered leaves named `("expert", "mlp", "embed")`: this
+    rank's E experts, with F sharded over `tp` if the mesh has it; x and the result are then the same on all ranks of
+    `tp`. A `Quantized` is dequantized.
 
     Args:
-        x_ND: floating point [N, D], this rank's tokens.
-        gate_EFD: of the experts of this rank.
-        up_EFD: the same.
-        down_EFD: the same, applied transposed.
-        routing: of these tokens, over all experts.
-        axis: along which experts are owned.
-        tp: the axis that cuts F, where the mesh has it; None when F is whole.
-        mesh: by default the mesh of `fs.set_mesh`.
-        capacity: as in `dispatch`.
-        drop: as in `dispatch`.
+        x_ND: This rank's tokens, floating point [N, D].
+        gate_EFD, up_EFD, down_EFD: Weights [E, F of this rank, D]; `down_EFD` is applied transposed.
+        routing: Result of `ops.route` for these tokens, over all experts.
+        axis: Mesh axes over which experts are sharded, as in `dispatch`.
+        tp: Mesh axis that shards F, or None if nothing does.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
+        capacity, drop: Capacity factor of experts, and whether full experts drop tokens, as in `dispatch`.
 
     Returns:
-        `[N, D]`; NaN if an expert has more tokens than its capacity and drops none.
+        `[N, D]` in the dtype of x; NaN if an expert has more tokens than its capacity and `drop` is False.
 
     Raises:
-        SpecError: the weights do not belong to this rank's experts.
+        SpecError: The weights do not belong to this rank's experts.
 
     Example:
         >>> gate, up, down = (torch.ones(2, 4, 3) for _ in range(3))  # two experts, D = 3, F = 4
@@ -390,16 +392,15 @@ def experts_swiglu(
         mend = 'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'
         raise SpecError(message(text, rows, mend))
     gate_EFD, up_EFD, down_EFD = map(dequantize, (gate_EFD, up_EFD, down_EFD))
-    product: Callable[[Tensor, Tensor], Tensor] = functools.partial(grouped_matmul, counts_X=counts_E)
-    if plan.capacity is not None:  # as many rows for each expert: no count has to be read
-        product = _equal_matmul
+    # With a capacity experts have equally many rows, and the host reads no count.
+    product = functools.partial(grouped_matmul, counts_X=counts_E) if plan.capacity is None else _equal_matmul
     hidden_MF = F.silu(product(x_MD, gate_EFD.mT)) * product(x_MD, up_EFD.mT)
     y_ND = combine(product(hidden_MF, down_EFD), plan)
     return psum(y_ND, tp, mesh=mesh) if tp is not None else y_ND
 
 
 def _equal_matmul(x_MD: Tensor, w_XDF: Tensor) -> Tensor:
-    """`grouped_matmul` where each group has as many rows."""
+    """Compute `grouped_matmul` for groups of equally many rows."""
     groups = w_XDF.shape[0]
     x_XCD = x_MD.view(groups, x_MD.shape[0] // max(groups, 1), x_MD.shape[1])
     return torch.bmm(x_XCD, w_XDF).flatten(0, 1)

@@ -16,14 +16,19 @@ __all__ = ["rms_norm"]
 def rms_norm(
     x_D: Tensor, scale_D: Tensor, *, eps: float = 1e-5, over: str | Sequence[str] = (), mesh: Mesh | None = None
 ) -> Tensor:
-    """`x / sqrt(mean(x**2) + eps) * scale` along the last dim (Zhang and Sennrich 2019).
+    """Compute `x / sqrt(mean(x**2) + eps) * scale` along the last dim (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    As `F.rms_norm`, but with eps=1e-5 by default; torch takes the epsilon of the dtype.
 
     Args:
-        x_D: floating point [..., D]; D is normalized.
-        scale_D: floating point [D], the factor of each feature.
-        eps: added to the mean square under the root.
-        over: model axes along which ranks have different tokens; data axes are taken care of by `gather_unit`.
-        mesh: by default the mesh of `fs.set_mesh`.
+        x_D: Floating point [..., D].
+        scale_D: Floating point [D].
+        eps: Number added to the mean square, under the root.
+        over: Model axes along which ranks have different tokens; `gather_unit` takes care of data axes.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
+
+    Returns:
+        [..., D] in the dtype of x.
 
     Example:
         >>> fs.ops.rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2))

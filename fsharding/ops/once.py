@@ -17,7 +17,7 @@ Grads = tuple[Tensor | None, ...]
 
 
 def differentiable_once(rule: str, grads: Grads, inputs: Sequence[Tensor | None]) -> Grads:
-    """Make gradients depend on tensors, by a node that raises an error with `rule` in a second backward."""
+    """Make gradients depend on tensors, through a node that raises an error with `rule` in a second backward."""
     return cast(Grads, _Once.apply(rule, len(grads), *grads, *inputs)) if torch.is_grad_enabled() else grads
 
 

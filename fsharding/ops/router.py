@@ -1,4 +1,4 @@
-"""Top-k routing of tokens to experts, the losses that balance it, and balance without a loss."""
+"""Top-k routing of tokens to experts, auxiliary losses that balance it, and balance without a loss."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = [
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """The experts of each token, and their weights.
 
     Attributes:
-        experts: the experts of each token, best first (int64[N, k]).
-        weights: with what their results are multiplied (float32[N, k]).
-        scores: of all experts, before any choice (float32[N, X]).
+        experts: Chosen experts, best first: int64[N, k].
+        weights: Factors of the experts' results: float32[N, k].
+        scores: Scores of all experts, before any choice: float32[N, X].
 
     Example:
-        >>> tokens = torch.tensor([[5], [2], [3]])  # a router of one's own: token ids modulo two experts
+        >>> tokens = torch.tensor([[5], [2], [3]])  # a custom router: token ids modulo two experts
         >>> routing = fs.ops.Routing(tokens % 2, weights=torch.ones(3, 1), scores=torch.full((3, 2), 0.5))
         >>> fs.ops.expert_counts(routing)
         tensor([1, 2])
@@ -55,25 +55,29 @@ def route(
     groups: int = 1,
     kept_groups: int = 1,
 ) -> Routing:
-    """Chooses the experts of each token; of equal scores the expert with the lower number goes first.
+    """Choose the top k experts of each token: logits [N, X] -> experts and weights [N, k].
 
-    With "softmax", the gate of Switch (Fedus et al. 2021, eq. 1 and 2; top_k=1, normalize=False) and of Mixtral (Jiang
-    et al. 2024, sec. 2.1: a softmax over the chosen logits is the normalized softmax over all). With "sigmoid" and a
-    bias, that of DeepSeek-V3 (2024, eq. 13 to 16): chosen by score plus bias, weighted by the score alone.
+    Ties go to the lower expert, on every device. "softmax" is the gate of Switch (Fedus et al. 2021, arXiv:2101.03961,
+    eq. 1 and 2; top_k=1, normalize=False) and of Mixtral (Jiang et al. 2024, arXiv:2401.04088, sec. 2.1: a softmax over
+    the chosen logits is the normalized softmax over all). "sigmoid" with a bias is DeepSeek-V3's (2024,
+    arXiv:2412.19437, eq. 13 to 16): score plus bias chooses, the score weighs.
 
     Args:
-        logits_NX: of the router.
-        top_k: how many experts each token goes to.
+        logits_NX: Router logits, floating point [N, X]; scores are computed in float32 at least.
+        top_k: k, the number of experts of each token.
         score: "softmax" over experts, or "sigmoid" of each.
-        bias: added to the scores when experts are chosen ([X]); it gets no gradient.
-        normalize: divide the weights of a token by their sum.
-        scale: factor of the weights, after that.
-        groups: experts are in so many groups of neighbors, of which a token sees some.
-        kept_groups: how many: those with the largest sum of their two best scores (DeepSeek-V3, sec. 2.1.2).
+        bias: Offsets [X] of the scores for the choice alone; they get no gradient.
+        normalize: Whether the weights of a token are divided by their sum.
+        scale: Factor of the weights, after normalization.
+        groups: Number of equal groups of neighboring experts, some of which a token may choose from.
+        kept_groups: Number of these: groups with the largest sum of two best scores (DeepSeek-V3, sec. 2.1.2).
+
+    Returns:
+        A `Routing`.
 
     Raises:
-        ConfigError: numbers of experts, groups and choices that do not fit, or an unknown score.
-        SpecError: logits that are not `[N, X]`, or a bias that is not `[X]`.
+        ConfigError: Numbers of experts, groups and choices do not match, or the score is unknown.
+        SpecError: Logits aren't `[N, X]`, or the bias isn't `[X]`.
 
     Example:
         >>> routing = fs.ops.route(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]]), top_k=2)
@@ -89,35 +93,36 @@ def route(
         mend = "Flatten batch and positions to tokens first."
         raise SpecError(message("needs logits [N, X] and a bias [X].", rows, mend))
     if rows := misfits(logits_NX.shape[1], top_k, score, groups, kept_groups):
-        raise ConfigError(message(f"cannot choose among {logits_NX.shape[1]} experts.", rows))
+        mend = "Change these arguments, or the number of experts in the router's logits."
+        raise ConfigError(message(f"cannot choose among {logits_NX.shape[1]} experts.", rows, mend))
     logits_NX = logits_NX.to(wide(logits_NX.dtype))
     scores_NX = torch.softmax(logits_NX, -1) if score == "softmax" else torch.sigmoid(logits_NX)
     ranked_NX = scores_NX.detach() if bias is None else scores_NX.detach() + bias.detach().to(scores_NX.dtype)
     if groups > 1:
         ranked_NX = _without_worst_groups(ranked_NX, groups, kept_groups)
-    # Not topk: which of equals it takes depends on the device and on how many tokens there are.
+    # Not topk: its choice between equals depends on the device and on the number of tokens.
     experts_NK = torch.sort(ranked_NX, dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
     weights_NK = scores_NX.gather(-1, experts_NK)
     if normalize:
-        # Sigmoids can all be 0 in float32.
+        # All sigmoids can be 0 in float32.
         weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
     return Routing(experts_NK, weights_NK * scale if scale != 1.0 else weights_NK, scores_NX)
 
 
 def misfits(experts: int, top_k: int, score: str, groups: int, kept_groups: int) -> list[str]:
-    """Objections to numbers that `route` is to be called with, for an error."""
+    """List objections to arguments of `route`, for an error."""
     wrong: list[str] = []
     if score not in ("softmax", "sigmoid"):
         wrong.append(f"score={score!r}: scores are 'softmax' and 'sigmoid'")
     if groups < 1 or experts % groups or not 1 <= kept_groups <= groups:
-        wrong.append(f"groups={groups}, kept_groups={kept_groups}: {experts} experts are cut into equal groups")
+        wrong.append(f"groups={groups}, kept_groups={kept_groups}: {experts} experts are split into equal groups")
     elif not 1 <= top_k <= experts // groups * kept_groups:
-        wrong.append(f"top_k={top_k}: a token sees {experts // groups * kept_groups} experts")
+        wrong.append(f"top_k={top_k}: a token chooses among {experts // groups * kept_groups} experts")
     return wrong
 
 
 def _without_worst_groups(scores_NX: Tensor, groups: int, kept: int) -> Tensor:
-    """The scores, with -inf in all but the best groups."""
+    """Return the scores, with -inf in all but the best groups."""
     scores_NGE = scores_NX.unflatten(-1, (groups, -1))
     best_NG = scores_NGE.sort(-1, descending=True).values[..., :2].sum(-1)
     worst = torch.sort(best_NG, dim=-1, descending=True, stable=True).indices[:, kept:]
@@ -126,7 +131,7 @@ def _without_worst_groups(scores_NX: Tensor, groups: int, kept: int) -> Tensor:
 
 
 def count_choices(chosen: Tensor, experts: int, counted: Tensor | None = None) -> Tensor:
-    """Count how often each expert is chosen, int64[X], without a read; `counted` masks choices."""
+    """Count how often each expert is chosen, int64[X], without a read by the host; `counted` masks choices."""
     known = (chosen >= 0) & (chosen < experts)
     if counted is not None:
         known = known & counted
@@ -136,22 +141,21 @@ def count_choices(chosen: Tensor, experts: int, counted: Tensor | None = None) -
 
 @public
 def expert_counts(
-    routing: Routing,
-    *,
-    counted_N: Tensor | None = None,
-    axes: Sequence[str] | None = None,
-    mesh: Mesh | None = None,
+    routing: Routing, *, counted_N: Tensor | None = None, axes: Sequence[str] | None = None, mesh: Mesh | None = None
 ) -> Tensor:
-    """How many tokens of all ranks go to each expert: int64[X], the same on all of them.
+    """Count the tokens of all ranks that go to each expert: int64[X], the same on all of them. Collective along `axes`.
 
     Args:
-        routing: what `route` returned for this rank's tokens.
-        counted_N: bool; tokens that count. By default all of them.
-        axes: along which ranks have different tokens; by default the data axes.
-        mesh: by default the mesh of `fs.set_mesh`; without one, this rank's tokens are all.
+        routing: Result of `route` for this rank's tokens.
+        counted_N: Mask of the tokens that count, bool[N]; by default all do.
+        axes: Mesh axes along which ranks have different tokens; by default the data axes.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
+
+    Returns:
+        int64[X]; without a mesh, the counts of this rank's tokens. The host reads nothing.
 
     Raises:
-        TransformError: the routing differs within a `vmap`.
+        TransformError: The routing differs within a `vmap`.
 
     Example:
         >>> routing = fs.ops.route(torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]]), top_k=2)
@@ -173,8 +177,8 @@ def expert_counts(
         return psum(counts_X, along, mesh=mesh) if along else counts_X
 
 
-class _TellLoad(Function):
-    """The identity of its first argument; the gradient of the second is the third, whatever comes back."""
+class _RecordLoad(Function):
+    """Return the first argument; the gradient of the second is the third, whatever gradient comes in."""
 
     generate_vmap_rule = True
 
@@ -196,22 +200,25 @@ class _TellLoad(Function):
 
 
 _LOAD_UNIT = 2.0**-10
-"""Of what counts of tokens are told in: float16, in which gradients may travel, then has room for 2**26 of them."""
+"""Unit of the recorded loads: float16, in which gradients may be sent, then holds loads of up to 2**26 tokens."""
 
 
 def record_load(routing: Routing, bias_X: Tensor) -> Routing:
-    """The same routing; its backward tells the bias, as its gradient, how much this call loads each expert.
+    """Record the load of each expert as the gradient of the bias: `X * count - all choices`, times 2**-10.
 
-    What is told is `X * count - all choices` of each expert, times 2**-10: above 0 for more than its share of tokens.
-    The load of a step is a sum over tokens, ranks, microbatches and stages, and so are gradients: it takes their road,
-    without collectives of its own. `Model.balanced` names the leaf, and a step then moves it as `next_bias` does.
+    It is above 0 for an expert with more than its share of tokens, and summed over ranks and microbatches as gradients
+    are. The train step updates the leaf that `Model.balanced` names as `next_bias` does (Wang et al. 2024,
+    arXiv:2408.15664).
 
     Args:
-        routing: what `route` returned for this rank's tokens.
-        bias_X: a leaf as `gather_unit` gives it, that `route` was called with.
+        routing: Result of `route` for this rank's tokens.
+        bias_X: The gathered bias leaf that `route` was called with, [X].
+
+    Returns:
+        The same routing, with weights whose backward also writes the gradient of `bias_X`.
 
     Raises:
-        TransformError: the routing differs within a `vmap`.
+        TransformError: The routing differs within a `vmap`.
 
     Example:
         >>> bias = torch.zeros(2, requires_grad=True)
@@ -222,31 +229,27 @@ def record_load(routing: Routing, bias_X: Tensor) -> Routing:
     """
     counts_X = expert_counts(routing, axes=())
     load_X = (counts_X * counts_X.numel() - counts_X.sum()).to(wide(bias_X.dtype)) * _LOAD_UNIT
-    weights_NK = cast(Tensor, _functorch.apply(_TellLoad, routing.weights, bias_X, load_X))
+    weights_NK = cast(Tensor, _functorch.apply(_RecordLoad, routing.weights, bias_X, load_X))
     return routing._replace(weights=weights_NK)
 
 
 def balance_loss(
-    routing: Routing,
-    *,
-    counted_N: Tensor | None = None,
-    axes: Sequence[str] | None = None,
-    mesh: Mesh | None = None,
+    routing: Routing, *, counted_N: Tensor | None = None, axes: Sequence[str] | None = None, mesh: Mesh | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The auxiliary loss of Switch (Fedus et al. 2021, eq. 4 to 6): `X * sum_i f_i * P_i`, 1 when experts share alike.
+    """Compute the auxiliary loss of Switch (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6): `X * sum_i f_i * P_i`.
 
-    f_i is the part of all choices, on all ranks, that fell on expert i, and has no gradient; P_i is the mean score of
-    expert i, divided by the sum of the token's scores as in DeepSeek-V3 (2024, eq. 17 to 20). Given f, the loss is a
-    mean over tokens, so it adds up over ranks as token losses do. f is taken over one call: one microbatch.
+    It is 1 if experts have equal loads. f_i is the fraction of all choices, on all ranks, of expert i, without
+    gradient; P_i is the mean score of expert i, divided by the sum of the token's scores as in DeepSeek-V3 (eq. 17 to
+    20). For a given f it is a mean over tokens. f covers one call: one microbatch. Collective along `axes`.
 
     Args:
-        routing: what `route` returned for this rank's tokens.
-        counted_N: bool; tokens that count. By default all of them.
-        axes: along which ranks have different tokens; by default the data axes.
-        mesh: by default the mesh of `fs.set_mesh`.
+        routing: Result of `route` for this rank's tokens.
+        counted_N: Mask of the tokens that count, bool[N]; by default all do.
+        axes: Mesh axes along which ranks have different tokens; by default the data axes.
+        mesh: Device mesh; by default the one of `fs.set_mesh`.
 
     Returns:
-        The sum over this rank's tokens, and how many they are: `loss + alpha * sum` goes with their number as weight.
+        (sum over this rank's tokens, their number), as a loss function returns them: `(loss + alpha * sum, number)`.
 
     Example:
         >>> for logits in (torch.tensor([[9.0, 0.0], [0.0, 9.0]]), torch.tensor([[9.0, 0.0], [9.0, 0.0]])):
@@ -264,14 +267,14 @@ def balance_loss(
 
 
 def z_loss(logits_NX: Tensor, *, counted_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The router z-loss (Zoph et al. 2022, eq. 5): squares of the logarithm of the sum of exponentials of the logits.
+    """Compute the router z-loss (Zoph et al. 2022, arXiv:2202.08906, eq. 5): `logsumexp(logits)**2` for each token.
 
     Args:
-        logits_NX: of the router.
-        counted_N: bool; tokens that count. By default all of them.
+        logits_NX: Router logits, floating point [N, X]; computed in float32 at least.
+        counted_N: Mask of the tokens that count, bool[N]; by default all do.
 
     Returns:
-        The sum over this rank's tokens, and how many they are.
+        (sum over this rank's tokens, their number).
 
     Example:
         >>> total, count = fs.ops.z_loss(torch.zeros(4, 2))
@@ -288,15 +291,15 @@ def _sum_of(each_N: Tensor, counted_N: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def next_bias(bias_X: Tensor, counts_X: Tensor, rate: float) -> Tensor:
-    """Balance without a loss (Wang et al. 2024, algorithm 1): `bias + rate * sign(mean count - count)`.
+    """Balance experts without a loss: `bias + rate * sign(mean count - count)` (Wang et al. 2024, algorithm 1).
 
     Args:
-        bias_X: what was added to the scores in `route`.
-        counts_X: tokens of each expert in a step, of all ranks and microbatches: sums of `expert_counts`.
-        rate: u in the paper, such as 0.001.
+        bias_X: Bias of the scores in `route`, [X].
+        counts_X: Tokens of each expert in a step, [X], summed over ranks and microbatches: sums of `expert_counts`.
+        rate: Step size, u in the paper (arXiv:2408.15664), such as 0.001.
 
     Returns:
-        The bias of the next step.
+        The bias of the next step, [X].
 
     Example:
         >>> fs.ops.next_bias(torch.zeros(3), torch.tensor([5, 3, 1]), rate=0.001)

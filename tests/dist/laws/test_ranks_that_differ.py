@@ -288,7 +288,7 @@ def test_local_batch_on_cp():
     for rank, (part, texts) in enumerate(parts):
         columns = [[0, 1, 6, 7], [2, 3, 4, 5]][rank % 2]
         assert torch.equal(part, whole.chunk(2)[rank // 2][:, columns])
-        assert texts[0].startswith("fs.local_batch cannot cut 1 of 1 leaves over cp: 2.\n  x is float32[2]: no dim 1")
+        assert texts[0].startswith("fs.local_batch cannot shard 1 of 1 leaves over cp: 2.\n  x is float32[2]: no dim 1")
         assert "\n  x is float32[2, 6]: dim 1 has 6 tokens\n" in texts[1]
 
 

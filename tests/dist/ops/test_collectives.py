@@ -374,11 +374,11 @@ def refusals():
 def test_refused_collectives_say_why():
     for texts in run_ranks(refusals, RANKS):
         assert texts == [
-            "fs.ops.all_to_all cannot cut dim 0 of size 3 over dp of size 2.\nPad the dim to a multiple of the axis.",
+            "fs.ops.all_to_all cannot split dim 0 of size 3 over dp of size 2.\nPad the dim to a multiple of the axis.",
             "fs.ops.ppermute got the pairs [(0, 2)] on axis cp of size 2.\n"
-            "Each coordinate sends at most once and receives at most once.",
+            "Each coordinate may send once and receive once.",
             "fs.ops.ppermute got the pairs [(0, 1), (1, 1)] on axis cp of size 2.\n"
-            "Each coordinate sends at most once and receives at most once.",
+            "Each coordinate may send once and receive once.",
         ]
 
 

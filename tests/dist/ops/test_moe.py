@@ -162,7 +162,7 @@ def test_rows_go_out_and_come_back():
         run_ranks(transposes, 4)
         == [
             "fs.ops.all_to_all_rows cannot send [1, 1] and receive [1, 1, 1, 1] rows over ep of size 4.\n"
-            "  x has shape (3, 2)\nGive a number for each rank; the numbers in send sum to dim 0."
+            "  x has shape (3, 2)\nPass one number for each rank; those in send sum to the size of dim 0."
         ]
         * 4
     )

@@ -139,7 +139,7 @@ def test_parts_of_another_leaf_are_refused():
         ops.split_fused(torch.zeros(5, 3), (4, 3), dim=0)
     assert str(caught.value) == (
         "fs.ops.split_fused cannot split dim 0 of size 5 into parts of (4, 3): this rank has (2, 2).\n"
-        "Give the sizes of the leaf's Fused name."
+        "Pass the sizes of the leaf's Fused name."
     )
 
 

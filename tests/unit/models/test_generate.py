@@ -215,7 +215,7 @@ WRONG = {
     "a number": (ArgumentError, SMALL, 3, {}, "takes prompts of token ids, got 3"),
     "no prompts": (DataError, SMALL, [], {}, "no prompts"),
     "an empty prompt": (DataError, SMALL, [[1], []], {}, "prompt 1 has [0]"),
-    "floating point": (DataError, SMALL, torch.ones(1, 2), {}, "prompts that are whole numbers"),
+    "floating point": (DataError, SMALL, torch.ones(1, 2), {}, "prompts that are integers"),
     "outside": (DataError, SMALL, [[1, 50]], {}, "Ids are 0 to 49"),
     "count": (ConfigError, SMALL, [[1]], {"max_new_tokens": 0}, "max_new_tokens=0: an int, at least 1"),
     "top_k": (ConfigError, SMALL, [[1]], {"top_k": 0, **KEYED}, "top_k=0"),

@@ -139,18 +139,18 @@ def test_transforms_on_one_rank():
 
 def test_lengths_that_cannot_be_cut():
     assert refusal(ops.positions, 18, mesh=FOUR, kind=BatchError) == (
-        "fs.ops.positions cannot cut a sequence of 18 over cp: 4.\n"
+        "fs.ops.positions cannot shard a sequence of 18 over cp: 4.\n"
         "Each rank takes an early and a late chunk: make the length a multiple of 8, such as 16 or 24."
     )
     assert refusal(ops.positions, 2, mesh=TWO, kind=BatchError).endswith("a multiple of 4, such as 4.")
     batch = {"tokens": torch.zeros(2, 6), "targets": torch.zeros(2, 8), "weight": torch.zeros(2), "name": "a"}
     assert refusal(ops.cut_sequence, batch, mesh=TWO, kind=BatchError) == (
-        "fs.ops.cut_sequence cannot cut 3 of 4 leaves over cp: 2.\n"
-        "  name is str: no dim 1 to cut\n"
+        "fs.ops.cut_sequence cannot shard 3 of 4 leaves over cp: 2.\n"
+        "  name is str: no dim 1 to shard\n"
         "  tokens is float32[2, 6]: dim 1 has 6 tokens\n"
-        "  weight is float32[2]: no dim 1 to cut\n"
+        "  weight is float32[2]: no dim 1 to shard\n"
         "Each rank takes an early and a late chunk: make the length a multiple of 4, such as 4 or 8. "
-        "Say where tokens are with dim=, and mark an entry without tokens: fs.Shared(x)."
+        "Pass the dim of tokens as dim=, and mark an entry without tokens: fs.Shared(x)."
     )
     assert refusal(ops.positions, 8, axis="cpp", kind=MeshError) == (
         "fs.ops.positions knows no axis 'cpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'cp'?"
@@ -161,10 +161,10 @@ def test_lengths_that_cannot_be_cut():
 def test_a_second_cut_is_refused(cut_first: Callable[..., Any]):
     batch = cut_first({"tokens": torch.arange(16).view(2, 8), "targets": torch.arange(16).view(2, 8)}, mesh=TWO)
     assert refusal(ops.cut_sequence, batch, mesh=TWO, kind=BatchError) == (
-        "fs.ops.cut_sequence cannot cut 2 of 2 leaves over cp: 2.\n"
+        "fs.ops.cut_sequence cannot shard 2 of 2 leaves over cp: 2.\n"
         "  targets is int64[2, 4]: it has only this rank's tokens already\n"
         "  tokens is int64[2, 4]: it has only this rank's tokens already\n"
-        "Cut a batch once: with fs.local_batch alone, or rows of your own with fs.ops.cut_sequence."
+        "Shard a batch once: with fs.local_batch alone, or your own rows with fs.ops.cut_sequence."
     )
     made_of_it = {name: x + 0 for name, x in batch.items()}
     assert ops.cut_sequence(made_of_it, mesh=TWO)["tokens"].shape == (2, 2)  # Only the results themselves are known.
@@ -172,10 +172,10 @@ def test_a_second_cut_is_refused(cut_first: Callable[..., Any]):
 
 def test_positions_that_do_not_fit():
     assert refusal(ops.rotary, torch.zeros(2, 3, 5, 8), torch.arange(6), kind=SpecError) == (
-        "fs.ops.rotary got shapes that do not fit.\n"
+        "fs.ops.rotary got shapes that do not match.\n"
         "  x is float32[2, 3, 5, 8]\n"
         "  positions are int64[6]\n"
-        "Give x as [B, H, T, E] with an even E, and positions as [T] or [B, T]."
+        "Pass x as [B, H, T, E] with an even E, and positions as [T] or [B, T]."
     )
     assert "float32[2, 3, 5, 7]" in refusal(ops.rotary, torch.zeros(2, 3, 5, 7), torch.arange(5), kind=SpecError)
     assert "float32[5, 8]" in refusal(ops.rotary, torch.zeros(5, 8), torch.arange(5), kind=SpecError)
@@ -185,27 +185,27 @@ def test_tensors_that_do_not_fit():
     q, k = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8)
     documents = torch.zeros(2, 5, dtype=torch.int64)
     assert refusal(ops.attention, q, k, k, documents=documents, kind=SpecError) == (
-        "fs.ops.attention got tensors that do not fit.\n"
+        "fs.ops.attention got tensors that do not match.\n"
         "  q is float32[2, 4, 6, 8]\n"
         "  k is float32[2, 2, 6, 8]\n"
         "  v is float32[2, 2, 6, 8]\n"
         "  documents is int64[2, 5]\n"
-        "Give q as [B, H, T, E], k and v as [B, K, T, E], all of one dtype, and documents as [B, T]."
+        "Pass q as [B, H, T, E], k and v as [B, K, T, E], all of one dtype, and documents as [B, T]."
     )
     for bad in ((q[0], k[0], k[0]), (q, k, k[:, :1]), (q, k.double(), k), (q[:1], k, k), (q[..., :4], k, k)):
-        assert "Give q as [B, H, T, E]" in refusal(ops.attention, *bad, kind=SpecError)
+        assert "Pass q as [B, H, T, E]" in refusal(ops.attention, *bad, kind=SpecError)
     assert refusal(ops.attention, q, q[:, :3], q[:, :3], kind=SpecError).endswith(
         "\nMake the number of query heads, 4, a multiple of the number of key heads, 3."
     )
     odd = [x[:, :, :5] for x in (q, k, k)]
     assert refusal(ops.attention, *odd, mesh=TWO, kind=SpecError).endswith(
-        "\n5 tokens are not an early and a late chunk of one size: take them with ops.cut_sequence."
+        "\n5 tokens don't split into two equal chunks: shard the sequence with ops.cut_sequence."
     )
     assert refusal(lambda: ops.attention(q[:, :2], k, k, kind="ulysses", mesh=FOUR), kind=SpecError).endswith(
-        "\nulysses cannot cut 2 query heads over cp: 4. Use kind='ring' or 'gather'."
+        "\nulysses cannot shard 2 query heads over cp: 4. Use kind='ring' or 'gather'."
     )
     assert refusal(lambda: ops.attention(q, k, k, kind="rign"), kind=SpecError) == (
-        "fs.ops.attention knows no kind 'rign'.\nKinds are ring, gather, ulysses."
+        "fs.ops.attention got an unknown kind 'rign'.\nPass one of ring, gather, ulysses."
     )
     assert refusal(ops.attention, q, k, k, axis="context", kind=MeshError).startswith(
         "fs.ops.attention knows no axis 'context'."

@@ -68,7 +68,8 @@ def test_products_that_do_not_fit():
     x, w = torch.zeros(7, 2), torch.zeros(3, 2, 4)
     rule = "fs.ops.grouped_matmul needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M.\n"
     assert refusal(lambda: ops.grouped_matmul(x, w, torch.tensor([1, 2, 3])), kind=SpecError) == (
-        f"{rule}  x is torch.float32[7, 2], w is torch.float32[3, 2, 4]\n  counts are [1, 2, 3]"
+        f"{rule}  x is torch.float32[7, 2], w is torch.float32[3, 2, 4]\n  counts are [1, 2, 3]\n"
+        "Sort the rows by group, and count them with torch.bincount."
     )
     for other in (w.double(), w[:2], w.mT):
         assert refusal(
@@ -177,21 +178,24 @@ def test_too_many_tokens_for_one_expert_are_nan_and_never_less(chosen):
 def test_what_experts_refuse():
     x, routing = torch.zeros(3, 2), ops.route(torch.zeros(3, 4), top_k=1)
     assert refusal(lambda: ops.dispatch(x[:2], routing, 4), kind=SpecError) == (
-        "fs.ops.dispatch needs x [N, D] and experts [N, k] of the same tokens.\n  x is [2, 2], experts are [3, 1]"
+        "fs.ops.dispatch needs x [N, D] and experts [N, k] of the same tokens.\n  x is [2, 2], experts are [3, 1]\n"
+        "Pass the x_ND whose logits ops.route got, with batch and positions flattened."
     )
     far = routing._replace(experts=routing.experts + 4)
     assert refusal(lambda: ops.dispatch(x, far, 4), kind=SpecError) == (
-        "fs.ops.dispatch has 4 experts, from 0 on.\n  a token goes to expert 4"
+        "fs.ops.dispatch has 4 experts, from 0 on.\n  a token goes to expert 4\n"
+        "Pass experts=, the number of all experts that ops.route chose from."
     )
     assert refusal(lambda: ops.dispatch(x, routing, 4, axis="epp"), kind=MeshError).startswith(
         "fs.ops.dispatch knows no axis 'epp'."
     )
     assert refusal(lambda: ops.combine(x[:2], ops.dispatch(x, routing, 4).plan), kind=SpecError) == (
-        "fs.ops.combine needs results [M, D] for the 3 rows of the dispatch.\n  y is [2, 2]"
+        "fs.ops.combine needs results [M, D] for the 3 rows of the dispatch.\n  y is [2, 2]\n"
+        "Pass one result for each row of dispatch, padding included."
     )
     for capacity in (0.5, 0, float("nan")):
         text = refusal(lambda capacity=capacity: ops.dispatch(x, routing, 4, capacity=capacity), kind=SpecError)
-        assert text.startswith(f"fs.ops.dispatch got capacity={capacity}: some tokens would fit nowhere.")
+        assert text.startswith(f"fs.ops.dispatch got capacity={capacity}: some tokens would have no expert.")
     w = torch.zeros(3, 6, 2)
     assert refusal(lambda: ops.experts_swiglu(x, w, w, w, routing), kind=SpecError) == (
         "fs.ops.experts_swiglu needs weights of the 4 experts of this rank, of 4 in all.\n"

@@ -83,10 +83,12 @@ def test_refusals():
     assert refusal(lambda: fs.ops.route(LOGITS, top_k=5, score="argmax"), kind=ConfigError) == (
         "fs.ops.route cannot choose among 4 experts.\n"
         "  score='argmax': scores are 'softmax' and 'sigmoid'\n"
-        "  top_k=5: a token sees 4 experts"
+        "  top_k=5: a token chooses among 4 experts\n"
+        "Change these arguments, or the number of experts in the router's logits."
     )
     assert refusal(lambda: ops.route(LOGITS, top_k=1, groups=3), kind=ConfigError) == (
-        "fs.ops.route cannot choose among 4 experts.\n  groups=3, kept_groups=1: 4 experts are cut into equal groups"
+        "fs.ops.route cannot choose among 4 experts.\n  groups=3, kept_groups=1: 4 experts are split into equal groups\n"
+        "Change these arguments, or the number of experts in the router's logits."
     )
     assert refusal(lambda: ops.route(LOGITS[None], top_k=1, bias=torch.zeros(4)), kind=SpecError) == (
         "fs.ops.route needs logits [N, X] and a bias [X].\n  logits are [1, 3, 4]\n  bias is [4]\n"

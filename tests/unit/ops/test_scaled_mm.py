@@ -122,9 +122,9 @@ def test_a_format_without_a_kernel_is_refused_where_it_is_strict():
     q = fs.formats.quantize(torch.ones(4, 32), formats.MXFP8, dtype=torch.bfloat16, strict=True)
     text = refusal(ops.scaled_matmul, torch.ones(2, 32, dtype=torch.bfloat16), q, 1, kind=ConfigError)
     assert text == (
-        "fs.ops.scaled_matmul has no kernel for float8_e4m3fn[1x32, e8m0] on cpu, which is asked for with strict=True.\n"
+        "fs.ops.scaled_matmul has no kernel for float8_e4m3fn[1x32, e8m0] on cpu, which strict=True requires.\n"
         "  Quantized(bfloat16[4, 32] as float8_e4m3fn[1x32, e8m0]): torch has no such kernel for the CPU\n"
-        "Leave strict out, and such products dequantize; `fsharding doctor` says which formats have one."
+        "Leave strict out to dequantize instead; `fsharding doctor` lists the formats that have a kernel."
     )
 
 
@@ -135,7 +135,7 @@ def test_a_strict_precision_is_refused_before_anything_is_gathered():
     assert refusal(run, params, kind=ConfigError) == (
         "fs.value_and_grad has a strict precision without a kernel for it.\n"
         "  float8_e4m3fn[1x32, e8m0] on cpu: none, torch has no such kernel for the CPU\n"
-        "Leave strict out, and products dequantize; `fsharding doctor` says which formats have a kernel."
+        "Leave strict out to dequantize instead; `fsharding doctor` lists the formats that have a kernel."
     )
 
 
@@ -223,16 +223,16 @@ def stand_in(a, b, scales, recipes, swizzles, dtype):
 @pytest.mark.parametrize("name", ["E4M3_1x128", "E4M3_128x128", "MXFP8", "NVFP4"])
 def test_arguments_of_the_kernels_of_a_gpu(monkeypatch, name, shape):
     monkeypatch.setattr(scaled_mm, "_product", stand_in)
-    format, recipe = getattr(formats, name), scaled_mm._recipe(getattr(formats, name))
-    kernel = ScaledKernel(format, recipe.activations, "cuda", recipe.name, recipe.transposes)
+    format = getattr(formats, name)
+    kernel = scaled_mm._recipe(format, "cuda")
     w, x = torch.randn(shape), torch.randn(64, shape[1])
-    got = scaled_mm.multiply_codes(x, scaled_mm.codes_of(w, format), kernel)
+    got = scaled_mm.multiply_quantized(x, scaled_mm.quantized_matrix(w, format), kernel)
     rounded = fs.formats.dequantize(fs.formats.quantize(x, kernel.activations, dtype=torch.float64))
     want = rounded @ fs.formats.dequantize(fs.formats.quantize(w, format, dtype=torch.float64)).t()
     torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
     if kernel.transposes:
         x = torch.randn(64, shape[0])
-        got = scaled_mm.multiply_codes(x, scaled_mm.codes_of(w, format).t(), kernel)
+        got = scaled_mm.multiply_quantized(x, scaled_mm.quantized_matrix(w, format).t(), kernel)
         rounded = fs.formats.dequantize(fs.formats.quantize(x, kernel.activations, dtype=torch.float64))
         want = rounded @ fs.formats.dequantize(fs.formats.quantize(w, format, dtype=torch.float64))
         torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
@@ -243,7 +243,7 @@ def test_arguments_of_the_kernels_of_a_gpu(monkeypatch, name, shape):
 def test_codes_along_columns_are_those_of_the_transposed_matrix(name, shape):
     format, w = getattr(formats, name), torch.randn(shape)
     got = scaled_mm.transposed(fs.formats.quantize(w, format.across(shape)), format)
-    want = scaled_mm.codes_of(w.t().contiguous(), format)
+    want = scaled_mm.quantized_matrix(w.t().contiguous(), format)
     assert got.format == want.format and got.columns == want.columns == shape[0]
     assert torch.equal(got.values, want.values) and torch.equal(got.scales.blocks, want.scales.blocks)
     assert (got.scales.outer is None and want.scales.outer is None) or torch.equal(got.scales.outer, want.scales.outer)
