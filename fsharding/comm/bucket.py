@@ -1,7 +1,6 @@
-"""One collective per bucket: leaves of a unit that share dtype and axes are sent as one row per rank.
+"""Lay out the leaves of a bucket, which share dtype and axes, as one row per rank, and copy them in and out.
 
-Guarantee: copy-in then copy-out is the identity, for even, uneven and empty shards; padding is at most one row per leaf
-and rank.
+Guarantee: copy-in then copy-out is the identity, also for uneven and empty shards. A shard is padded to the longest.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ __all__ = [
     "plan_bucket", "whole_views",
 ]  # fmt: skip
 
+# Full leaves begin at multiples of this many elements, aligned as separate tensors are, so that kernels take the same
+# path, and give the same bits, for both.
 _ALIGN = 64
-"""Whole leaves begin at multiples of so many elements, as fresh tensors would, so that kernels take the same path."""
 
 
 class PieceGrid(NamedTuple):
-    """Members whose shards have one length and equal spacing, in rows and in the leaf: one strided copy."""
+    """Members with equally long and equally spaced shards, in rows and in the leaf: one strided copy."""
 
     first: int  # index of the first member
     counts: tuple[int, ...]  # members along each axis that shards the leaf, major first
@@ -39,7 +39,7 @@ class PieceGrid(NamedTuple):
 
     @property
     def follows(self) -> bool:
-        """Whether members and their pieces follow each other without gaps."""
+        """Whether the shards of neighboring members are adjacent, in rows and in the leaf."""
         members = 1
         indices = self.length
         for count, stride, step in reversed([*zip(self.counts, self.strides, self.steps, strict=True)]):
@@ -52,39 +52,38 @@ class PieceGrid(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """One leaf in a bucket. What it says of pieces is computed for one member, or for all members of a grid."""
+    """One leaf in a bucket."""
 
-    shape: tuple[int, ...]  # the whole leaf
-    dim: int  # the dim that the members cut
-    axis_sizes: tuple[int, ...]  # sizes of the axes that cut it, major first
-    offset: int  # where the leaf begins in a row
-    start: int  # where the whole leaf begins in the flat buffer
+    shape: tuple[int, ...]  # shape of the full leaf
+    dim: int  # the dim that is sharded over the members
+    axis_sizes: tuple[int, ...]  # sizes of the axes that shard it, major first
+    offset: int  # offset of a shard in a row
+    start: int  # offset of the full leaf in the flat buffer
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """Elements of a leaf as [before, dim, after]: of the dims before `dim`, of it, and of those after it."""
+        """The shape [before, dim, after] of the leaf, with the dims before and after `dim` flattened."""
         length = self.shape[self.dim] if self.shape else 1
         return math.prod(self.shape[: self.dim]), length, math.prod(self.shape[self.dim + 1 :])
 
     @functools.cached_property
     def strides(self) -> tuple[int, ...]:
-        """The strides of a contiguous leaf as [before, dim, after]."""
+        """The strides of a contiguous leaf of shape [before, dim, after]."""
         return boxes.contiguous_strides(self.sizes)
 
     @functools.cached_property
     def grids(self) -> tuple[PieceGrid, ...]:
-        """All pieces that are not empty: at most 2 to the power of the number of axes, one where the cuts are even."""
+        """All nonempty shards: one grid if they are even, at most 2 ** (number of axes)."""
         return tuple(_piece_grids(self.sizes[1], self.axis_sizes))
 
     @functools.cached_property
     def joined(self) -> bool:
-        """Whether the pieces of all members, one after the other, are the whole leaf as it lies in memory."""
-        grid = self.grids[0] if len(self.grids) == 1 else None
-        whole = grid is not None and math.prod(grid.counts) == math.prod(self.axis_sizes)
-        return self.sizes[0] == 1 and grid is not None and whole and grid.follows
+        """Whether the concatenated shards of all members are the full leaf in memory, and of one size."""
+        before, size, _ = self.sizes
+        return before == 1 and size > 0 and size % math.prod(self.axis_sizes) == 0
 
     def piece(self, member: int) -> tuple[int, int]:
-        """The piece of a member: (start, stop) along `dim`."""
+        """Return (start, stop) of a member's shard along `dim`."""
         coord: list[int] = []
         for size in reversed(self.axis_sizes):
             member, place = divmod(member, size)
@@ -92,14 +91,14 @@ class Slot:
         return boxes.nested_chunk(self.sizes[1], list(zip(self.axis_sizes, reversed(coord), strict=True)))
 
     def piece_shape(self, member: int) -> tuple[int, ...]:
-        """The shape of a member's piece."""
+        """Return the shape of a member's shard."""
         start, stop = self.piece(member)
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :]) if self.shape else ()
 
 
 def _piece_grids(size: int, axis_sizes: tuple[int, ...]) -> list[PieceGrid]:
     """Split a dim into grids: the equal leading chunks of the major axis, then a shorter last one."""
-    # The other axes shard equal chunks identically, so one grid describes all of them.
+    # The minor axes shard equal chunks identically, so one grid describes all of them.
     if size == 0:
         return []
     if not axis_sizes:
@@ -120,7 +119,7 @@ def _piece_grids(size: int, axis_sizes: tuple[int, ...]) -> list[PieceGrid]:
 
 
 def _without(grid: PieceGrid, member: int) -> list[PieceGrid]:
-    """A grid without one member: the parts before and after it along each axis in turn."""
+    """Remove a member from a grid: return the members before and after it along each axis in turn."""
     result: list[PieceGrid] = []
     left = member - grid.first
     for axis, (count, stride) in enumerate(zip(grid.counts, grid.strides, strict=True)):
@@ -129,13 +128,13 @@ def _without(grid: PieceGrid, member: int) -> list[PieceGrid]:
             return [*result, grid]
         for low, high in ((0, place), (place + 1, count)):
             if high > low:
-                result.append(_cut(grid, axis, low, high))
-        grid = _cut(grid, axis, place, place + 1)
+                result.append(_narrowed(grid, axis, low, high))
+        grid = _narrowed(grid, axis, place, place + 1)
     return result
 
 
-def _cut(grid: PieceGrid, axis: int, low: int, high: int) -> PieceGrid:
-    """The members of a grid from `low` to `high` along an axis."""
+def _narrowed(grid: PieceGrid, axis: int, low: int, high: int) -> PieceGrid:
+    """Return the members of a grid from `low` to `high` along an axis."""
     return grid._replace(
         first=grid.first + low * grid.strides[axis],
         start=grid.start + low * grid.steps[axis],
@@ -144,7 +143,7 @@ def _cut(grid: PieceGrid, axis: int, low: int, high: int) -> PieceGrid:
 
 
 class _View(NamedTuple):
-    """A view of a contiguous tensor: where it begins, its shape and its strides."""
+    """A view of a contiguous tensor: offset, shape and strides."""
 
     start: int
     shape: tuple[int, ...]
@@ -152,14 +151,15 @@ class _View(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """Where the pieces of a member are: in a row of them, and in contiguous whole leaves, whose strides they have."""
+    """The shards of a member as views."""
 
-    in_row: list[_View]
-    in_leaves: list[_View]
+    in_row: list[_View]  # views of a row, contiguous
+    in_leaves: list[_View]  # views of contiguous full leaves, with the strides of these
 
 
 def _views(flat: Tensor, views: Sequence[_View]) -> list[Tensor]:
-    """Views of a flat buffer: one call of torch for each, where a slice and `view` take three times as long."""
+    """Return views of a flat buffer."""
+    # One call of torch for each: a slice and a `view` take three times as long.
     first = flat.storage_offset()
     return [flat.as_strided(shape, strides, first + start) for start, shape, strides in views]
 
@@ -168,14 +168,14 @@ def _views(flat: Tensor, views: Sequence[_View]) -> list[Tensor]:
 class Bucket:
     """The plan of one bucket."""
 
-    slots: tuple[Slot, ...]  # its leaves
-    members: int  # how many ranks take part
-    width: int  # elements of a row: what each rank sends
-    size: int  # elements of the flat buffer of whole leaves
+    slots: tuple[Slot, ...]  # one for each leaf
+    members: int  # number of ranks
+    width: int  # elements of a row, which is what each rank sends
+    size: int  # elements of the flat buffer of full leaves
 
     @functools.cached_property
     def wholes(self) -> list[_View]:
-        """Where the whole leaves are in the flat buffer."""
+        """The full leaves as views of the flat buffer."""
         return [_View(slot.start, slot.shape, boxes.contiguous_strides(slot.shape)) for slot in self.slots]
 
     @functools.cached_property
@@ -183,7 +183,7 @@ class Bucket:
         return {}
 
     def pieces(self, member: int) -> _Pieces:
-        """Where the pieces of a member are; computed once."""
+        """Return the shards of a member; computed once for each member."""
         pieces = self._of_members.get(member)
         if pieces is None:
             pieces = _Pieces([], [])
@@ -197,7 +197,7 @@ class Bucket:
 
 
 def check_bucket(bucket: Bucket) -> None:
-    """Assert that leaves don't overlap in rows or in the flat buffer, and that the pieces of all members are a leaf."""
+    """Assert that leaves overlap neither in rows nor in the flat buffer, and that the shards tile each leaf."""
     width = end = 0
     for slot in bucket.slots:
         assert slot.offset == width and slot.start >= end, slot
@@ -210,13 +210,13 @@ def check_bucket(bucket: Bucket) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def plan_bucket(leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...]) -> Bucket:
-    """Lay out leaves, (shape, sharded dim) each, in rows and in a flat buffer; no axes for one member."""
+    """Lay out leaves, each a (shape, sharded dim), in rows and in a flat buffer; no axes means one member."""
     slots: list[Slot] = []
     width = size = 0
     for shape, dim in leaves:
         slot = Slot(shape, dim, axis_sizes, width, size)
         slots.append(slot)
-        width += math.prod(slot.piece_shape(0))  # the first one is the longest
+        width += math.prod(slot.piece_shape(0))  # no shard is longer than the first
         size += -(-math.prod(shape) // _ALIGN) * _ALIGN
     return Bucket(tuple(slots), math.prod(axis_sizes), width, size)
 
@@ -224,15 +224,14 @@ def plan_bucket(leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tup
 class Parted(NamedTuple):
     """The leaves of a bucket, split by how a backend gathers them."""
 
-    # indices of leaves that are gathered in place, since their concatenated shards are the full leaf
-    direct: tuple[int, ...]
-    others: tuple[int, ...]  # indices of leaves that are gathered as rows and copied
+    direct: tuple[int, ...]  # leaves that are gathered into their final memory, as `joined` allows
+    others: tuple[int, ...]  # leaves that are gathered as rows, then copied
     rest: Bucket  # a bucket of `others`, with offsets into the flat buffer of the original bucket
 
 
 @functools.lru_cache(maxsize=4096)
 def part(bucket: Bucket, least: int) -> Parted:
-    """Split leaves of a bucket by whether they are put together from rows; smaller pieces than `least` are."""
+    """Split the leaves of a bucket; shards of fewer than `least` elements are gathered as rows."""
     slots = [*enumerate(bucket.slots)]
     direct = tuple(i for i, slot in slots if slot.joined and math.prod(slot.piece_shape(0)) >= least)
     others = tuple(i for i, _ in slots if i not in direct)
@@ -243,17 +242,17 @@ def part(bucket: Bucket, least: int) -> Parted:
 
 
 def piece_views(row: Tensor, bucket: Bucket, member: int) -> list[Tensor]:
-    """A row [width], contiguous, as the pieces of one member."""
+    """View a contiguous row [width] as the shards of one member."""
     return _views(row, bucket.pieces(member).in_row)
 
 
 def whole_views(flat: Tensor, bucket: Bucket) -> list[Tensor]:
-    """The flat buffer, contiguous, as whole leaves."""
+    """View the contiguous flat buffer as full leaves."""
     return _views(flat, bucket.wholes)
 
 
 def pieces_of(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Tensor]:
-    """The pieces of one member, where they are in contiguous whole leaves."""
+    """View the shards of one member in contiguous full leaves."""
     views = bucket.pieces(member).in_leaves
     return [
         leaf.as_strided(shape, strides, leaf.storage_offset() + start)
@@ -262,7 +261,7 @@ def pieces_of(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Ten
 
 
 def _row_view(rows: Tensor, slot: Slot, grid: PieceGrid, width: int) -> Tensor:
-    """The pieces of a grid in rows: [*counts, before, length * after]."""
+    """View the shards of a grid in rows: [*counts, before, length * after]."""
     before, _, after = slot.sizes
     run = grid.length * after
     size = (*grid.counts, before, run)
@@ -270,22 +269,22 @@ def _row_view(rows: Tensor, slot: Slot, grid: PieceGrid, width: int) -> Tensor:
     return rows.as_strided(size, strides, rows.storage_offset() + slot.offset + grid.first * width)
 
 
-_Cut: TypeAlias = tuple[Tensor, tuple[int, ...]]
-"""A whole leaf, and its strides as [before, dim, after]."""
+# A full leaf, and its strides as [before, dim, after].
+_Strided: TypeAlias = tuple[Tensor, tuple[int, ...]]
 
 
-def _as_cut(leaf: Tensor, slot: Slot) -> _Cut:
-    """A whole leaf as [before, dim, after]; a copy where its strides want one."""
+def _strided(leaf: Tensor, slot: Slot) -> _Strided:
+    """Return a full leaf with its strides as [before, dim, after]; `reshape` copies it if these don't exist."""
     if leaf.is_contiguous():
         return leaf, slot.strides
-    cut = leaf.reshape(slot.sizes)
-    return cut, cut.stride()
+    leaf = leaf.reshape(slot.sizes)
+    return leaf, leaf.stride()
 
 
-def _pair(rows: Tensor, cut: _Cut, slot: Slot, grid: PieceGrid, width: int) -> tuple[Tensor, Tensor]:
-    """The pieces of a grid in rows and in a whole leaf, as views of one shape."""
+def _pair(rows: Tensor, strided: _Strided, slot: Slot, grid: PieceGrid, width: int) -> tuple[Tensor, Tensor]:
+    """View the shards of a grid in rows and in a full leaf, with equal shapes."""
     row = _row_view(rows, slot, grid, width)
-    leaf, (before, along, after) = cut
+    leaf, (before, along, after) = strided
     outer = tuple(step * along for step in grid.steps)
     first = leaf.storage_offset() + grid.start * along
     count, _, inner = slot.sizes
@@ -295,18 +294,18 @@ def _pair(rows: Tensor, cut: _Cut, slot: Slot, grid: PieceGrid, width: int) -> t
     return row.unflatten(-1, size[-2:]), leaf.as_strided(size, (*outer, before, along, after), first)
 
 
+# Dtypes of 16, 8 and 4 bytes, as which several shorter elements are copied at once.
 _WIDE = (torch.complex128, torch.int64, torch.int32)
-"""Types of 16, 8 and 4 bytes, as which shorter elements are copied together."""
 
+# Up to this many bytes of a contiguous run, the time of a copy depends on the number of elements, not of bytes.
 _SHORT = 64
-"""For contiguous runs up to so many bytes, the time of a copy depends on the number of elements, not of bytes."""
 
+# With fewer elements, finding a wider dtype takes longer than it saves.
 _FEW = 4096
-"""Elements below which a copy is not worth a second look."""
 
 
 def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two views to copy between, with as many elements taken for one as both have side by side in short runs."""
+    """View both sides of a copy as a wider dtype if their contiguous runs are short; the bytes copied are the same."""
     run = a.shape[-1]
     size = a.element_size()
     if a.dtype != b.dtype or not 1 < run <= _SHORT // size or a.numel() < _FEW:
@@ -322,19 +321,19 @@ def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def fill(
     rows: Tensor | Sequence[Tensor], leaves: list[Tensor], bucket: Bucket, *, there: int | None = None
 ) -> list[Tensor]:
-    """Copy gathered rows, [members, width] or as many [width], to contiguous full leaves, but for those of `there`."""
+    """Copy gathered rows, [members, width] or a list of [width], to full leaves, except the row of member `there`."""
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     if isinstance(rows, Tensor):
         for leaf, slot in zip(leaves, bucket.slots, strict=True):
-            cut = _as_cut(leaf, slot)
+            strided = _strided(leaf, slot)
             for grid in slot.grids:
                 for part in (grid,) if there is None else _without(grid, there):
-                    source, target = _pair(rows, cut, slot, part, bucket.width)
+                    source, target = _pair(rows, strided, slot, part, bucket.width)
                     sources.append(source)
                     targets.append(target)
     else:
-        # Rows of other processes of this machine, each in memory of its own.
+        # Rows in the memory of other processes of this machine: no stride leads from one to the next.
         for member in (member for member in range(bucket.members) if member != there):
             sources += piece_views(rows[member], bucket, member)
             targets += pieces_of(leaves, bucket, member)
@@ -343,7 +342,7 @@ def fill(
 
 
 def copy_in(leaves: Sequence[Tensor | None], rows: Tensor, slots: Sequence[Slot]) -> None:
-    """Copy full leaves of any strides and dtype into rows [members, width] of the owners; None counts as zeros."""
+    """Copy full leaves of any strides and dtypes into rows [members, width], one per owner; None counts as zeros."""
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     width = rows.shape[1]
@@ -351,10 +350,9 @@ def copy_in(leaves: Sequence[Tensor | None], rows: Tensor, slots: Sequence[Slot]
         if leaf is None:
             _compat.foreach_zero_([_row_view(rows, slot, grid, width) for grid in slot.grids])
             continue
-        cut = _as_cut(leaf, slot)
+        strided = _strided(leaf, slot)
         for grid in slot.grids:
-            target, source = _pair(rows, cut, slot, grid, width)
+            target, source = _pair(rows, strided, slot, grid, width)
             sources.append(source)
             targets.append(target)
-    if sources:
-        _compat.foreach_copy_(targets, sources)
+    _compat.foreach_copy_(targets, sources)

@@ -1,6 +1,6 @@
-"""Start buckets in order, with a limit on the bytes in flight, and finish them in the order in which they started.
+"""Start buckets in order, with a limit on the bytes in flight, and finish them in the same order.
 
-Guarantee: what is started or finished depends on the calls alone, never on time, so ranks that make the same calls
+Guarantee: which buckets start or finish depends on the calls alone, never on time. So ranks that make the same calls
 start the same collectives in the same order.
 """
 
@@ -21,40 +21,38 @@ __all__ = ["BucketQueue"]
 class BucketQueue:
     """See the module."""
 
-    # `_flying`: started buckets, oldest first, `_bytes` in total. `_waiting`: queued buckets in order. Buckets are
-    # numbered from 1: `_added` were added, and the first `finished` have finished.
-
     def __init__(self, limit: int) -> None:
-        # `limit`: bytes of buckets in flight; one bucket is always allowed.
-        self._limit = limit
-        self._bytes = 0
+        self._limit = limit  # bytes in flight; one bucket is always allowed
+        self._bytes = 0  # bytes of `_flying`
+        # Buckets are numbered from 1 in the order of `add`. They start and finish in that order too, so two counts are
+        # enough to find whether a bucket has finished.
         self._added = 0
         self.finished = 0
         self._waiting: deque[tuple[int, Callable[[], Handle[Any]]]] = deque()
         self._flying: deque[tuple[int, Handle[Any]]] = deque()
 
     def add(self, size: int, start: Callable[[], Handle[Any]]) -> Handle[None]:
-        """Append a bucket, and start those that there is room for; the handle finishes all up to this one."""
+        """Append a bucket and start those that fit; waiting for the handle finishes all buckets up to this one."""
         self._waiting.append((size, start))
         self._added += 1
         self._fill()
         return Handle(_Bucket(self, self._added), lambda _: None)
 
     def advance(self) -> None:
-        """If buckets wait for room, finish the oldest one in flight and start those that fit."""
+        """If buckets are queued, finish the oldest one in flight and start those that fit."""
         if self._waiting:
             self._finish_oldest()
             self._fill()
 
-    def finish(self, last: int | None = None) -> None:
-        """Finishes the oldest buckets, up to one of them; by default all."""
-        last = self._added if last is None else last
+    def finish(self, last: int) -> None:
+        """Finish the buckets up to number `last`."""
         while self.finished < last:
             self._finish_oldest()
             self._fill()
 
     def release(self) -> None:
-        """Lets all buckets go after a failure, without waiting for long."""
+        """Free all buckets after a failure."""
+        # A peer may have died, so a message may never come: wait for 1 s, and keep the error that is being raised.
         for _, handle in self._flying:
             with suppress(RuntimeError):
                 handle.release(timedelta(seconds=1))
@@ -83,12 +81,11 @@ class _Bucket(NamedTuple):
     number: int
 
     def is_ready(self) -> bool:
-        """See `Work`."""
         return self.queue.finished >= self.number
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """See `Work`; each bucket is waited for as long as its group says."""
+        # Each bucket is waited for with the timeout of its own group, so `timeout` has no effect.
         self.queue.finish(self.number)
 
     def release(self, timeout: timedelta | None = None) -> None:
-        """See `Work`: the queue releases its buckets."""
+        pass  # buckets are released in `BucketQueue.finish`

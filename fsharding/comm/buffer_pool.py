@@ -1,6 +1,6 @@
-"""A pool of flat buffers that are reused within a step, so their page faults are paid once.
+"""A pool of flat buffers that are reused within a step, so that their pages are faulted in only once.
 
-Guarantee: the live bytes of each owner are known exactly.
+Guarantee: the live bytes of each owner are counted exactly.
 """
 
 from __future__ import annotations
@@ -23,45 +23,40 @@ __all__ = ["Pool", "PoolMemory"]
 class _Buffer:
     """A buffer of the pool."""
 
-    # Its bytes are counted for `owner`; `retire` finds it by `user`. Once it was `taken` on a device with several
-    # streams it may be overwritten after the event `done`, and without one only after all streams were waited for.
-
     base: Tensor
     storage: int  # identity of `base`'s storage
     owner: object | None = None  # the object for which its bytes are counted, if any
     user: object | None = None  # the key by which `retire` finds buffers
-    taken: bool = False  # whether it was ever handed out on a device with several streams
-    done: Any = None  # the event after which it may be overwritten; None until `retire` records one
+    # On a device with several streams, a buffer without views may still be read by kernels that are queued. Once it was
+    # `taken` there, its next user waits for the event `done`; if `retire` has recorded none, for all streams.
+    taken: bool = False
+    done: Any = None
 
     def in_use(self, idle: int) -> bool:
         return _compat.storage_users(self.storage) > idle
 
 
 class Pool:
-    """See the module. `peak_owners` is the most owners that had a buffer alive at once, `peak_bytes` their bytes."""
+    """See the module."""
 
-    # `in_use` compares the references to a storage with `_idle`, those of a buffer that only the pool refers to: Python
-    # and C++ count views of it alike, so that nobody has to give a buffer back.
+    # No buffer is ever returned. `in_use` compares the number of references to a storage with `_idle`, the number if
+    # only the pool refers to it; views in Python, in autograd and in C++ all count.
 
     def __init__(self, allocate: Callable[..., Tensor] = _compat.fresh) -> None:
-        """Make an empty pool of memory of a shape, a dtype and a device."""
+        """Make an empty pool; `allocate` takes a shape, a dtype and a device."""
         self._allocate = allocate
-        self.peak_owners = 0  # most owners that had a buffer alive at once
-        self.peak_bytes = 0  # most bytes that owners had alive at once
+        self.peak_owners = 0  # most owners with a live buffer at once
+        self.peak_bytes = 0  # most live bytes of all owners at once
         self._buffers: list[_Buffer] = []
         self._adopted: list[tuple[_compat.WeakStorage, int, object]] = []
         self._idle = 0
         self._streams = Streams()
 
     def take(
-        self,
-        size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        owner: object | None = None,
-        user: object | None = None,
+        self, size: int, dtype: torch.dtype, device: torch.device, owner: object = None, user: object = None
     ) -> Tensor:
-        """A flat buffer of `size` elements with garbage inside; bytes of a buffer with an owner are counted."""
+        """Return an uninitialized flat buffer; its bytes are counted if it has an owner."""
+        # The stream that is current here may write it: it waits for the event of the last reader, if there is one.
         need = max(size, 1) * dtype.itemsize
         fits = [b for b in self._buffers if need <= b.base.numel() <= 2 * need and not b.in_use(self._idle)]
         buffer = min(fits, key=lambda b: b.base.numel(), default=None) or self._make(need, device)
@@ -80,17 +75,17 @@ class Pool:
         return result
 
     def adopt(self, x: Tensor, owner: object) -> None:
-        """Counts a tensor that the pool has not made as an owner's, as long as its storage is viewed."""
+        """Count a tensor from outside of the pool for an owner while its storage is alive."""
         self._adopted.append((_compat.weak_storage(x), x.nbytes, owner))
         self._count()
 
     def retire(self, user: object) -> None:
-        """Record an event for each released buffer of a user: it can be reused when the current stream is done."""
+        """Record an event for the free buffers of a user, which the current stream was the last to use."""
         if self._streams.several:
             self._retire([b for b in self._buffers if b.user is user and b.taken and b.done is None])
 
     def retire_all(self) -> None:
-        """As `retire`, for the free buffers of all owners, which were used on the current stream."""
+        """Record an event for the free buffers of all users, which the current stream was the last to use."""
         if self._streams.several:
             self._retire([b for b in self._buffers if b.taken])
 
@@ -101,11 +96,11 @@ class Pool:
             buffer.done = done
 
     def memory(self, device: torch.device, owner: object | None = None) -> PoolMemory:
-        """The pool as the `Memory` of an owner."""
+        """Return the pool as the `Memory` of an owner."""
         return PoolMemory(device, self, owner)
 
     def alive(self) -> dict[int, int]:
-        """Bytes alive by id of their owner."""
+        """Return the live bytes of each owner, by its id."""
         result: dict[int, int] = {}
         for buffer in self._buffers:
             if buffer.owner is not None and buffer.in_use(self._idle):
@@ -116,11 +111,11 @@ class Pool:
         return result
 
     def holds(self, x: Tensor) -> bool:
-        """Whether a tensor is in a buffer of this pool."""
+        """Return whether a tensor is in a buffer of this pool."""
         return any(buffer.storage == _compat.storage_id(x) for buffer in self._buffers)
 
     def close(self) -> None:
-        """Lets all buffers go."""
+        """Drop all buffers."""
         self._buffers.clear()
         self._adopted.clear()
 
@@ -140,7 +135,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class PoolMemory(Memory):
-    """A pool as the `Memory` of an owner, whose bytes are counted; None for bytes that are not counted."""
+    """A pool as the `Memory` of an owner; without one, bytes aren't counted."""
 
     pool: Pool
     owner: object | None

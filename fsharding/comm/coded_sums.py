@@ -1,6 +1,6 @@
-"""Sum gradients that are sent as quantized values and scales: the receiver dequantizes and adds them in one tree.
+"""Sum gradients that are sent as quantized values and scales; the receiver dequantizes and adds them.
 
-Guarantee: a sum has the bits of `comm.reduce` over terms that were rounded first, for every assignment of shards.
+Guarantee: a sum has the bits of `comm.reduce` over terms that are quantized and dequantized first, for any sharding.
 """
 
 from __future__ import annotations
@@ -28,34 +28,33 @@ from fsharding.sharding import boxes
 
 __all__ = ["is_packed", "quantized_terms"]
 
+# Elements of the terms of one leaf that are dequantized at a time.
 _BLOCK = 1 << 20
-"""Elements of the terms of one leaf that are widened at a time."""
 
 
 class TermPlan(NamedTuple):
-    """How a term of one leaf is rounded, and cut."""
+    """How the term of one leaf is quantized and sharded."""
 
-    shape: tuple[int, ...]  # of the term, of at least two dims
-    dim: int  # that members cut
-    block: tuple[int, int]  # rows and columns of the blocks that it is rounded in
-    sent: tuple[int, int]  # rows and columns of the blocks for which scales are sent
-    packed: bool  # two codes of 4 bits travel in a byte
-    # where its codes, its scales and, for some formats, those of its matrices are among the slots of bytes
-    parts: range
+    shape: tuple[int, ...]  # shape of the term, at least two dims
+    dim: int  # the dim that is sharded over the members
+    block: tuple[int, int]  # rows and columns of the blocks it is quantized in
+    sent: tuple[int, int]  # rows and columns of the blocks for which scales are sent, so that no shard splits one
+    packed: bool  # two 4-bit values share a byte
+    parts: range  # indices of its slots: values, scales of blocks and, in some formats, scales of matrices
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedTerms(SumLayout):
-    """Terms that are sent as quantized values and scales. A term that is not finite makes all of its block NaN."""
+    """Terms that are sent as quantized values and scales; a non-finite element makes its block NaN."""
 
-    format: Blocks  # of the terms
+    format: Blocks
     terms: tuple[TermPlan, ...]  # one for each leaf
-    codes: Bucket  # what is sent: bytes of quantized values and scales
+    sent: Bucket  # the slots of a row: bytes of quantized values and scales
 
     def filling(self, own: Tensor, noise: Noise | None) -> Fill:
-        # Each leaf is added once, with its complete term: it is quantized when it is added.
+        # A leaf is added once, with its complete term, and quantized at that moment: a second term would be lost.
         assert (noise is not None) or not self.format.stochastic, self.format
-        views = buckets.piece_views(own, self.codes, 0) if self.at_once else []
+        views = buckets.piece_views(own, self.sent, 0) if self.at_once else []
 
         def fill(leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
             for i, x in zip(leaves, terms, strict=True):
@@ -64,28 +63,28 @@ class QuantizedTerms(SumLayout):
                 if self.at_once:
                     copy_terms([views[j] for j in places], parts)
                 else:
-                    buckets.copy_in(parts, own, [self.codes.slots[j] for j in places])
+                    buckets.copy_in(parts, own, [self.sent.slots[j] for j in places])
 
         return fill
 
     @torch.no_grad()
     def _encoded(self, i: int, x: Tensor, noise: Noise | None) -> list[Tensor]:
-        """Quantized values and scales of a term, as bytes."""
+        """Return the quantized values and scales of a term as bytes."""
         term = self.terms[i]
         format = self.format
         drawn = noise(i) if format.stochastic and noise is not None else None
-        codes, scales = codec.coded(x, format, block=term.block, noise=drawn)
+        values, scales = codec.coded(x, format, block=term.block, noise=drawn)
         blocks = scales.blocks
         for place, dim in ((0, -2), (1, -1)):
             if (sent := term.sent[place]) != term.block[place]:
                 count = -(-term.shape[dim] // sent)
                 inside = torch.arange(count, device=x.device) * sent // term.block[place]
                 blocks = blocks.index_select(dim, inside)
-        result = [codec.pack(codes) if term.packed else codes, codec.as_bytes(blocks)]
+        result = [codec.pack(values) if term.packed else values, codec.as_bytes(blocks)]
         if scales.outer is not None:
             outer = codec.as_bytes(scales.outer)
-            cut = term.dim >= len(term.shape) - 2
-            result.append(outer.expand(self.codes.members, *outer.shape) if cut else outer)
+            splits_matrices = term.dim >= len(term.shape) - 2
+            result.append(outer.expand(self.sent.members, *outer.shape) if splits_matrices else outer)
         return result
 
     def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
@@ -106,11 +105,11 @@ class QuantizedTerms(SumLayout):
         return buckets.fill(rows, list(into), self.bucket)
 
     def _member(self, group: Group) -> int:
-        """The member whose pieces this one adds."""
+        """Return the index of the shards that this member adds; with `at_once` there is one shard."""
         return 0 if self.at_once else group.index
 
     def _sum(self, i: int, rows: Rows, group: Group, out: Tensor) -> None:
-        """The sum of this member's piece of a leaf."""
+        """Compute the sum of this member's shard of a leaf."""
         among = wide(out.dtype)
         if out.numel() and out.dtype == among:
             self._add_terms(i, rows, group.terms, self._member(group), among, out.view(-1))
@@ -121,7 +120,7 @@ class QuantizedTerms(SumLayout):
     def _add_terms(
         self, i: int, rows: Rows, members: Sequence[int], piece: int, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """The tree of `sum_rows` over some members, of which only a few terms are wide at a time."""
+        """Add the terms of some members in the tree of `sum_rows`, dequantizing a few at a time."""
         size = math.prod(self.bucket.slots[i].piece_shape(piece))
         if len(members) == 1 or len(members) * size <= _BLOCK:
             terms = self._decoded(i, rows, members, piece, dtype)
@@ -131,31 +130,30 @@ class QuantizedTerms(SumLayout):
         return left.add_(self._add_terms(i, rows, members[half:], piece, dtype, None))
 
     def _decoded(self, i: int, rows: Rows, members: Sequence[int], piece: int, dtype: torch.dtype) -> Tensor:
-        """Terms of a piece of a leaf, one for each of some members: [members, elements]."""
+        """Dequantize the terms that some members sent for a shard of a leaf: [members, elements]."""
         term = self.terms[i]
         format = self.format
         parts = [self._part(rows, members, piece, j) for j in term.parts]
-        codes = parts[0]
+        values = parts[0]
         blocks = parts[1].view(format.scale_dtype).squeeze(-1)
         if term.packed:
-            codes = codec.unpack(codes, self.bucket.slots[i].piece_shape(piece)[-1])
+            values = codec.unpack(values, self.bucket.slots[i].piece_shape(piece)[-1])
         outer = None
         if format.has_outer:
             outer = parts[2].view(torch.float32).squeeze(-1)
             outer = outer.squeeze(1) if term.dim >= len(term.shape) - 2 else outer
-        numbers = codec.decode(codes, Scales(blocks, outer), format, dtype, block=term.sent)
-        return numbers.reshape(len(members), -1)
+        return codec.decode(values, Scales(blocks, outer), format, dtype, block=term.sent).reshape(len(members), -1)
 
     def _part(self, rows: Rows, members: Sequence[int], piece: int, j: int) -> Tensor:
-        """The bytes of a slot from some members, in memory of their own: [members, ...]."""
-        slot = self.codes.slots[j]
+        """Copy the bytes of a slot from the rows of some members: [members, ...]."""
+        slot = self.sent.slots[j]
         shape = slot.piece_shape(piece)
         stop = slot.offset + math.prod(shape)
         if not isinstance(rows, Tensor):
             return torch.stack([rows[m][slot.offset : stop] for m in members]).view(len(members), *shape)
         part = rows[:, slot.offset : stop]
         if isinstance(members, range):
-            # A copy also where it is contiguous: wider types cannot begin at every byte.
+            # Copied even if it is contiguous: a view as a wider dtype must be aligned.
             return part[members.start : members.stop].clone(memory_format=torch.contiguous_format).view(-1, *shape)
         return part.index_select(0, index_of(members, part.device)).view(-1, *shape)
 
@@ -164,13 +162,13 @@ class QuantizedTerms(SumLayout):
 def quantized_terms(
     leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...], format: Blocks, *, scatter: bool
 ) -> QuantizedTerms:
-    """Lay out terms of some (shape, sharded dim), of at least two dims; the dim counts with `scatter` only."""
+    """Lay out terms, each a (shape, sharded dim) of at least two dims; the dim is used by `scatter` only."""
     at_once = False
     if not scatter:
-        # If they are small, every member adds all terms; otherwise each adds its pieces, and gathers the others.
+        # If terms are small, every member adds all of them; otherwise each adds its shards, and gathers the other sums.
         members = math.prod(axis_sizes)
         at_once = sums_at_once(sum(math.prod(shape) for shape, _ in leaves), members)
-        leaves = tuple((shape, 0 if at_once else _dim_to_cut(shape, members, format)) for shape, _ in leaves)
+        leaves = tuple((shape, 0 if at_once else _dim_to_shard(shape, members, format)) for shape, _ in leaves)
         axis_sizes = () if at_once else (members,)
     parts: list[tuple[tuple[int, ...], int]] = []
     terms: list[TermPlan] = []
@@ -179,47 +177,45 @@ def quantized_terms(
         sent = [*format.sizes(shape)]
         last = len(shape) - 2
         if dim >= last:
-            sent[dim - last] = _uncut(sent[dim - last], shape[dim], axis_sizes)
+            sent[dim - last] = _unsplit(sent[dim - last], shape[dim], axis_sizes)
         packed = is_packed(format, shape, dim, axis_sizes)
         parts.append((format.code_shape(shape, packed=packed), dim))
         grid = (-(-shape[-2] // sent[0]), -(-shape[-1] // sent[1]))
         parts.append(((*shape[:-2], *grid, format.scale_dtype.itemsize), dim))
         if format.has_outer:
-            # Of a matrix that is cut, every member gets the scale.
-            parts.append(
-                ((*shape[:-2], 4), dim) if dim < last else ((math.prod(axis_sizes), *shape[:-2], 4), 0),
-            )
+            # If matrices are sharded, every member needs the scale of each: it is sent once to every member.
+            parts.append(((*shape[:-2], 4), dim) if dim < last else ((math.prod(axis_sizes), *shape[:-2], 4), 0))
         terms.append(TermPlan(shape, dim, format.sizes(shape), (sent[0], sent[1]), packed, range(first, len(parts))))
-    codes = plan_bucket(tuple(parts), axis_sizes)
+    slots = plan_bucket(tuple(parts), axis_sizes)
     bucket = plan_bucket(leaves, axis_sizes)
     return QuantizedTerms(
         bucket=bucket,
         dtype=torch.uint8,
         scatter=scatter,
-        width=codes.width,
+        width=slots.width,
         part_width=None if scatter or at_once else bucket.width,
         format=format,
         terms=tuple(terms),
-        codes=codes,
+        sent=slots,
     )
 
 
 def is_packed(format: Blocks, shape: tuple[int, ...], dim: int | None, pieces: tuple[int, ...]) -> bool:
-    """Whether two codes share a byte: they have 4 bits, and no border between shards of a dim separates such two."""
+    """Return whether two values share a byte: they have 4 bits, and no shard of `dim` begins within a pair."""
     is_last = dim == len(shape) - 1
     return format.element.bits == 4 and (not is_last or boxes.same_cuts(shape[-1], -(-shape[-1] // 2), pieces, 2))
 
 
-def _uncut(block: int, size: int, pieces: Sequence[int]) -> int:
-    """Return the largest size of parts of a block, along a dim, that no border between shards crosses."""
-    cuts = boxes.common_step(size, pieces)
-    if not cuts:
+def _unsplit(block: int, size: int, pieces: Sequence[int]) -> int:
+    """Return the largest size of parts of a block, along a dim, such that each is within one shard."""
+    step = boxes.common_step(size, pieces)
+    if not step:
         return block
-    return cuts if block >= size else math.gcd(block, cuts)
+    return step if block >= size else math.gcd(block, step)
 
 
-def _dim_to_cut(shape: tuple[int, ...], members: int, format: Blocks) -> int:
-    """The first dim that members can cut into equal pieces of whole blocks, else the longest one."""
+def _dim_to_shard(shape: tuple[int, ...], members: int, format: Blocks) -> int:
+    """Return the first dim that can be sharded evenly without splitting blocks, or else the longest dim."""
     block = (*(1 for _ in shape[2:]), *format.sizes(shape))
     even = [dim for dim, size in enumerate(shape) if size % (members * block[dim]) == 0]
     return even[0] if even else max(range(len(shape)), key=shape.__getitem__)

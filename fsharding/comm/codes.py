@@ -1,4 +1,4 @@
-"""Send leaves as quantized values and the scales of their blocks: `Quantizing` is the wire, and this is its arithmetic.
+"""Send leaves as quantized values and block scales; `Quantizing` is the wire.
 
 Guarantee: quantizing shards and gathering them gives the bytes of quantizing the gathered leaf, for every sharding.
 """
@@ -34,8 +34,8 @@ from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = ["Quantizing", "largest_of_ranks", "largest_over"]
 
+# Elements of a stack that are dequantized at a time, so that intermediate float32 values stay in caches.
 _DECODED = 1 << 20
-"""Elements of a stack that are decoded at a time: float32 numbers between codes and results stay in caches."""
 
 
 class CodePlan(NamedTuple):
@@ -50,8 +50,8 @@ class CodePlan(NamedTuple):
     whole: tuple[int, ...]  # shape of the gathered leaf
     shared: tuple[str, ...]  # axes along which ranks hold parts of one block
     outer: tuple[str, ...]  # axes along which ranks hold parts of one matrix, if the format has a scale per matrix
-    scales_travel: bool  # scales of blocks are gathered; otherwise every rank has computed all of them
-    outer_travels: bool  # scales of matrices are gathered
+    sends_scales: bool  # scales of blocks are gathered; otherwise every rank has computed all of them
+    sends_outer: bool  # scales of matrices are gathered
     packed: bool  # two 4-bit values share a byte
 
 
@@ -63,8 +63,11 @@ def plan_codes(
     shape: tuple[int, ...],
     format: Blocks,
 ) -> CodePlan:
-    """Plan how a leaf of at least two dims is quantized; `whole` is its sharding once gathered, or the same."""
-    assert len(shape) > 1 and not sharding.assigned, "codes are made of what a slice of the mesh holds"
+    """Plan how a leaf of at least two dims is quantized; `whole` is its gathered sharding, or the same one."""
+    # A block whose elements are on several ranks needs one scale. These ranks are along the axes in `shared`: they
+    # all-reduce its amax, after which each has the scales of all blocks, and none is sent. Otherwise scales are
+    # gathered like values, as long as shards of scales have the borders of shards of values.
+    assert len(shape) > 1 and not sharding.assigned, "a leaf is quantized on the slice of the mesh that holds it"
     sizes = abstract(mesh)
     last = len(shape) - 2
     block = format.sizes(shape)
@@ -76,19 +79,19 @@ def plan_codes(
         axes = sharding.axes(last + dim)
         if not boxes.ends_on(shape[last + dim], tuple(map(sizes.axis_size, axes)), block[dim]):
             shared += axes
-    cut, cut_axes = _data_cut(sharding, whole, len(shape))
-    over = tuple(map(sizes.axis_size, cut_axes))
+    gathered, over_axes = _gathered_dim(sharding, whole, len(shape))
+    over = tuple(map(sizes.axis_size, over_axes))
     whole_start = _start(whole, shape)
-    if cut is not None and cut >= last and not set(cut_axes) & {*shared}:
-        dim = cut - last
-        first, stop = codec.touched(whole_start[dim], kept[cut], block[dim])
-        if not boxes.same_cuts(kept[cut], stop - first, over, block[dim]):
-            shared += sharding.axes(cut)
+    if gathered is not None and gathered >= last and not {*over_axes} & {*shared}:
+        dim = gathered - last
+        first, stop = codec.touched(whole_start[dim], kept[gathered], block[dim])
+        if not boxes.same_cuts(kept[gathered], stop - first, over, block[dim]):
+            shared += sharding.axes(gathered)
     outer = [*sharding.axes(last), *sharding.axes(last + 1)] if format.has_outer else []
-    packed = is_packed(format, kept, cut, over)
+    packed = is_packed(format, kept, gathered, over)
     return CodePlan(
         format, block, (rows[-2], rows[-1]), _start(sharding, shape), held, whole_start, kept, _in_order(shared),
-        _in_order(outer), not set(cut_axes) & {*shared}, cut is not None and cut < last, packed,
+        _in_order(outer), not {*over_axes} & {*shared}, gathered is not None and gathered < last, packed,
     )  # fmt: skip
 
 
@@ -97,13 +100,13 @@ def _in_order(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _start(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Where this rank's part begins in the last two dims."""
+    """Return the offset of this rank's shard in the last two dims."""
     grid = sharding.grid(shape)
     return (0, 0) if grid is None else (grid[-2][0][0], grid[-1][0][0])
 
 
-def _data_cut(sharding: NamedSharding, whole: NamedSharding, ndim: int) -> tuple[int | None, tuple[str, ...]]:
-    """The dim along which a leaf is gathered, and over which axes; at most one dim is."""
+def _gathered_dim(sharding: NamedSharding, whole: NamedSharding, ndim: int) -> tuple[int | None, tuple[str, ...]]:
+    """Return the dim along which a leaf is gathered, at most one, and the axes of the gather."""
     for dim in range(ndim):
         if gone := tuple(axis for axis in sharding.axes(dim) if axis not in whole.axes(dim)):
             return dim, gone
@@ -111,7 +114,7 @@ def _data_cut(sharding: NamedSharding, whole: NamedSharding, ndim: int) -> tuple
 
 
 def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tuple[slice, slice]:
-    """The blocks that a part of a leaf touches, among the blocks of the whole leaf."""
+    """Return the indices of the blocks of the full leaf that a part of it touches."""
     ends = zip(start, shape[-2:], plan.block, strict=True)
     rows, columns = (slice(*codec.touched(s, n, b)) for s, n, b in ends)
     return rows, columns
@@ -119,7 +122,7 @@ def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tup
 
 # ------------------------------------------------------------------------------------------------------------- rounding
 def _amaxes(plan: CodePlan, shard: Tensor) -> Tensor:
-    """The largest magnitudes of the blocks that a shard touches; of all blocks, 0 elsewhere, where ranks share them."""
+    """Return the amax of each block that a shard touches; if ranks share blocks, of all blocks, 0 elsewhere."""
     own = codec.amaxes(shard, plan.block, plan.start)
     if not plan.shared:
         return own
@@ -129,15 +132,16 @@ def _amaxes(plan: CodePlan, shard: Tensor) -> Tensor:
 
 
 def _here(plan: CodePlan, scales: Scales, shape: Sequence[int], start: tuple[int, int]) -> Scales:
-    """The scales of the blocks that a part touches, out of all blocks' scales where every rank has them."""
+    """Select the scales of the blocks that a part touches, if `scales` has those of all blocks."""
     if not plan.shared:
         return scales
     return Scales(scales.blocks[(..., *_places(plan, shape, start))], scales.outer)
 
 
 def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh: Mesh) -> list[Tensor]:
-    """All-reduce (max) tensors of non-negative numbers, with one call for all that have the same axes."""
-    # Tensors of the host are sent from the device.
+    """All-reduce (max) tensors of non-negative numbers, with one collective for all tensors with the same axes."""
+    # All ranks must pass the same `axes` in the same order. Max is exact in any order, so scales that each rank derives
+    # from the result are equal, and no scale has to be sent. Host tensors are copied to the device first.
     result = list(values)
     for over in dict.fromkeys(a for a in axes if a):
         taken = [i for i, a in enumerate(axes) if a == over]
@@ -157,7 +161,8 @@ def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh
 
 def largest_of_ranks(x: Tensor, ranks: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
     """All-reduce (max) float32 numbers that are not negative over the ranks of a group; None is the group of all."""
-    # As whole numbers their bits have the same order, and NaN is the largest: gloo would lose it among floats.
+    # Compared as integers, since that keeps the order of non-negative floats and makes NaN the largest: gloo's max of
+    # floats would drop NaN.
     bits = x.contiguous().view(torch.int32)
     with among(ranks):
         work = dist.all_reduce(bits, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -167,32 +172,32 @@ def largest_of_ranks(x: Tensor, ranks: Sequence[int], group: dist.ProcessGroup |
 
 
 def _received(plan: CodePlan, parts: Sequence[Tensor], given: Scales) -> tuple[Tensor, Scales]:
-    """Return the values, of 4 bits two in a byte, and scales of a gathered leaf; scales not sent are as `given`."""
+    """Return the values, packed if they have 4 bits, and scales of a gathered leaf; scales not sent are `given`."""
     rest = iter(parts)
-    codes = next(rest)
+    values = next(rest)
     if plan.format.element.bits == 4 and not plan.packed:
-        codes = codec.pack(codes)
-    if plan.scales_travel:
+        values = codec.pack(values)
+    if plan.sends_scales:
         blocks = next(rest).contiguous().view(plan.format.scale_dtype).squeeze(-1)
     else:
         blocks = _here(plan, given, plan.whole, plan.whole_start).blocks
     outer = given.outer
-    if plan.outer_travels and outer is not None:
+    if plan.sends_outer and outer is not None:
         outer = next(rest).contiguous().view(torch.float32).squeeze(-1)
-    return codes, Scales(blocks, outer)
+    return values, Scales(blocks, outer)
 
 
-def _decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tensor:
-    """Dequantize what `_received` returns into a tensor of any dtype, some matrices of a stack at a time."""
+def _decode(plan: CodePlan, values: Tensor, scales: Scales, into: Tensor) -> Tensor:
+    """Dequantize the result of `_received` into a tensor of any dtype, some matrices of a stack at a time."""
     if plan.format.element.bits == 4:
-        codes = codec.unpack(codes, plan.whole[-1])
+        values = codec.unpack(values, plan.whole[-1])
     count, step = plan.whole[0], max(1, _DECODED // max(1, math.prod(plan.whole[1:])))
     at_once = len(plan.whole) <= 2 or step >= count
     for some in [...] if at_once else [slice(first, first + step) for first in range(0, count, step)]:
         outer = None if scales.outer is None else scales.outer[some]
         part = Scales(scales.blocks[some], outer)
         into[some].copy_(
-            codec.decode(codes[some], part, plan.format, into.dtype, block=plan.block, start=plan.whole_start)
+            codec.decode(values[some], part, plan.format, into.dtype, block=plan.block, start=plan.whole_start)
         )
     return into
 
@@ -200,11 +205,11 @@ def _decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tens
 # ------------------------------------------------------------------------------------------------------------- the wire
 @dataclass(frozen=True)
 class Quantizing:
-    """A leaf, or a term of a sum, is sent as quantized values and the scales of their blocks."""
+    """The wire that sends a leaf or a term as quantized values and block scales."""
 
-    dtype: torch.dtype  # of dequantized leaves, and of terms before they are quantized
+    dtype: torch.dtype  # dtype of dequantized leaves, and of terms before they are quantized
     format: Blocks
-    stays: bool = False  # a gathered leaf stays quantized; otherwise it is dequantized
+    stays: bool = False  # whether a gathered leaf stays quantized
     strict: bool = False  # see `Quantized`
 
     @property
@@ -213,13 +218,13 @@ class Quantizing:
         return False
 
     def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
-        """See `Wire`: the values, and the scales of their blocks and matrices as far as these are not on all ranks."""
+        """See `Wire`: the values, and those scales of blocks and matrices that not all ranks have computed."""
         plan = plan_codes(source.mesh, source, target, shape, self.format)
         shapes = [plan.format.code_shape(plan.whole, packed=plan.packed)]
-        if plan.scales_travel:
+        if plan.sends_scales:
             blocks = (place.stop - place.start for place in _places(plan, plan.whole, plan.whole_start))
             shapes.append((*plan.whole[:-2], *blocks, plan.format.scale_dtype.itemsize))
-        if plan.outer_travels and plan.format.has_outer:
+        if plan.sends_outer and plan.format.has_outer:
             shapes.append((*plan.whole[:-2], 4))
         size = sum(map(math.prod, shapes)) + (math.prod(plan.whole) if plan.packed else 0)  # values are unpacked
         sent = tuple((part, dim) for part in shapes)
@@ -227,7 +232,7 @@ class Quantizing:
 
     @torch.no_grad()
     def agree(self, parts: Sequence[Parts], shards: Sequence[Tensor], mesh: Mesh) -> Sequence[Scales]:
-        """See `Wire`: the scales of the blocks that each shard touches; of all blocks if ranks have parts of one."""
+        """See `Wire`: the scales of the blocks that each shard touches; of all blocks if ranks share one."""
         plans: list[CodePlan] = [p.plan for p in parts]
         amaxes = [_amaxes(plan, shard) for plan, shard in zip(plans, shards, strict=True)]
         amaxes = largest_over(amaxes, [plan.shared for plan in plans], mesh)
@@ -243,11 +248,11 @@ class Quantizing:
         plan: CodePlan = parts.plan
         here = _here(plan, agreed, plan.held, plan.start)
         drawn = noise() if plan.format.stochastic and noise is not None else None
-        codes = codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn)
-        sent = [codec.pack(codes) if plan.packed else codes]
-        if plan.scales_travel:
+        values = codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn)
+        sent = [codec.pack(values) if plan.packed else values]
+        if plan.sends_scales:
             sent.append(codec.as_bytes(here.blocks))
-        if plan.outer_travels and here.outer is not None:
+        if plan.sends_outer and here.outer is not None:
             sent.append(codec.as_bytes(here.outer))
         return sent
 
@@ -270,7 +275,8 @@ class Quantizing:
 
 
 def _own(x: Tensor, received: Sequence[Tensor]) -> Tensor:
-    """Return a tensor that fills a storage of its own, unless it views what was received."""
+    """Return a tensor that fills its storage, unless it views the received tensors."""
+    # `Move` keeps the storage as one more flat buffer of the unit, so the tensor must be contiguous and begin at 0.
     if _compat.storage_id(x) == _compat.storage_id(received[0]):
         return x
     return x.contiguous() if x.storage_offset() == 0 else x.clone()

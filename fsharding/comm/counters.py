@@ -1,7 +1,6 @@
-"""Count the gathers, reductions and peak memory of a step, and the bytes that a rank sends; record the order of events.
+"""Count all-gathers, gradient reductions, peak gathered memory and bytes sent; record the order of events.
 
-Guarantee: the counts equal torch's own `CommDebugMode`, and the peak equals the sum of the live storages. Recording
-changes nothing, and nothing is recorded outside of a block.
+Guarantee: counts equal those of torch's `CommDebugMode`, and the peak equals the sum of live storages.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fsharding.base.scoped import scoped
 
@@ -22,21 +21,39 @@ __all__ = [
 
 @dataclass
 class Counts:
-    """The gathers, reductions and peaks of one `value_and_grad` call."""
+    """The all-gathers, reductions and peak memory of one `value_and_grad` call.
 
-    gathers: list[str] = field(default_factory=list[str])  # the unit of each all-gather, in order
-    # the unit of each gradient bucket that was summed over ranks, in order
+    Attributes:
+        gathers: Unit name of each all-gather, in order.
+        reductions: Unit name of each gradient bucket that was summed over ranks, in order.
+        peak_units: Most units with gathered parameters alive at once.
+        peak_bytes: Most bytes of gathered parameters alive at once.
+    """
+
+    gathers: list[str] = field(default_factory=list[str])
     reductions: list[str] = field(default_factory=list[str])
-    peak_units: int = 0  # most units whose gathered bytes were alive at once
-    peak_bytes: int = 0  # most gathered bytes that were alive at once
+    peak_units: int = 0
+    peak_bytes: int = 0
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def _collecting(open_blocks: ContextVar[tuple[T, ...]], collector: T) -> Generator[T]:
+    """Add a collector to those of the enclosing blocks; outside of blocks there are none, and nothing is recorded."""
+    with scoped(open_blocks, (*open_blocks.get(), collector)):
+        yield collector
 
 
 _recorders: ContextVar[tuple[list[Counts], ...]] = ContextVar("fsharding_recorders", default=())
 
 
-@contextmanager
-def record_collectives() -> Generator[list[Counts]]:
-    """Collects the counts of every `value_and_grad` call inside the `with` block, one entry a call.
+def record_collectives() -> AbstractContextManager[list[Counts]]:
+    """Record the `Counts` of every `value_and_grad` call inside the `with` block.
+
+    Returns:
+        A context manager that yields a list; each call appends one `Counts` when it finishes.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -46,30 +63,28 @@ def record_collectives() -> Generator[list[Counts]]:
         >>> len(calls), calls[0].gathers == (["w"] if layout.mesh.size() > 1 else [])  # one rank has nothing to gather
         (1, True)
     """
-    seen: list[Counts] = []
-    with scoped(_recorders, (*_recorders.get(), seen)):
-        yield seen
+    return _collecting(_recorders, list[Counts]())
 
 
 def record(counts: Counts) -> None:
-    """Hands the counts of a finished call to every `record_collectives` around it."""
+    """Append the counts of a finished call in every enclosing `record_collectives`."""
     for seen in _recorders.get():
         seen.append(counts)
 
 
 class Sent(NamedTuple):
-    """The traffic over some axes."""
+    """The traffic of this rank over some mesh axes."""
 
-    calls: int  # collectives, or rounds of messages
-    bytes: int  # payload bytes to other ranks; what a collective library adds is not seen
+    calls: int  # collectives and rounds of messages
+    bytes: int  # payload bytes sent to other ranks, without what the collective library adds
 
 
 @dataclass
 class Traffic:
-    """The bytes and calls that this rank sent to others.
+    """The bytes that this rank sent to other ranks, and its communication calls.
 
     Attributes:
-        by_axes: by the axes that a group goes along, in the order of `AXES`; `()` for a group that has none.
+        by_axes: `Sent` per tuple of mesh axes of a group, in the order of `AXES`; `()` for a group without axes.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
@@ -88,11 +103,11 @@ class Traffic:
 
     @property
     def calls(self) -> int:
-        """Collectives, and rounds of messages, over all axes."""
+        """Collectives and rounds of messages over all axes."""
         return sum(sent.calls for sent in self.by_axes.values())
 
     def add(self, axes: tuple[str, ...], size: int, calls: int = 1) -> None:
-        """Counts calls that send so many bytes together."""
+        """Add calls that send `size` bytes in total."""
         before = self.by_axes.get(axes, Sent(0, 0))
         self.by_axes[axes] = Sent(before.calls + calls, before.bytes + size)
 
@@ -100,9 +115,11 @@ class Traffic:
 _meters: ContextVar[tuple[Traffic, ...]] = ContextVar("fsharding_meters", default=())
 
 
-@contextmanager
-def count_bytes() -> Generator[Traffic]:
-    """Counts what this rank sends to other ranks inside the `with` block, by whatever function of the library.
+def count_bytes() -> AbstractContextManager[Traffic]:
+    """Count the bytes that this rank sends to other ranks inside the `with` block, in any function of the library.
+
+    Returns:
+        A context manager that yields a `Traffic`, which is updated as communication starts.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
@@ -111,28 +128,26 @@ def count_bytes() -> Generator[Traffic]:
         >>> (traffic.bytes > 0) == (mesh.size() > 1)  # one rank alone sends nothing
         True
     """
-    traffic = Traffic()
-    with scoped(_meters, (*_meters.get(), traffic)):
-        yield traffic
+    return _collecting(_meters, Traffic())
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Don't count bytes inside the `with` block, where this rank does the work of another."""
+    """Disable `count_bytes` inside the `with` block, for work that this rank does on behalf of a different one."""
     return scoped(_meters, ())
 
 
 def record_sent(size: int, axes: tuple[str, ...] = ()) -> None:
-    """Adds a call that sends so many bytes along some axes to every `count_bytes` around it."""
+    """Add a call that sends `size` bytes along some axes to every enclosing `count_bytes`."""
     for traffic in _meters.get():
         traffic.add(axes, size)
 
 
 # ------------------------------------------------------------------------------------------------- the order of events
 class Event(NamedTuple):
-    """Something that happened. Prints as `begin 0F1`: stage, action, microbatch."""
+    """An event of a step. Prints as `begin 0F1`: stage, action, microbatch."""
 
-    what: str  # "start" of communication, and "wait" when its results are there; "begin" and "end" of a compute
-    name: str  # of it, such as `3SCATTER`
+    what: str  # "start" and "wait" (results are there) of communication; "begin" and "end" of a computation
+    name: str  # such as `3SCATTER`
 
     def __str__(self) -> str:
         return f"{self.what} {self.name}"
@@ -141,15 +156,12 @@ class Event(NamedTuple):
 _lists: ContextVar[tuple[list[Event], ...]] = ContextVar("fsharding_events", default=())
 
 
-@contextmanager
-def following() -> Generator[list[Event]]:
-    """Collects what happens inside the `with` block, in order."""
-    seen: list[Event] = []
-    with scoped(_lists, (*_lists.get(), seen)):
-        yield seen
+def following() -> AbstractContextManager[list[Event]]:
+    """Record the events inside the `with` block, in order."""
+    return _collecting(_lists, list[Event]())
 
 
 def note(what: str, name: object) -> None:
-    """Adds an event to every `following` around it."""
+    """Append an event in every enclosing `following`."""
     for seen in _lists.get():
         seen.append(Event(what, str(name)))

@@ -1,6 +1,6 @@
 """The types of communication: an `Exchange` or a `Reduction` is filled and started; a `Handle` is work in flight.
 
-Guarantee: after `start`, a rank's contribution must not change.
+Rule for callers: from `start` until the handle has been waited for, nothing that is sent may be written.
 """
 
 from __future__ import annotations
@@ -25,45 +25,44 @@ T = TypeVar("T")
 U = TypeVar("U")
 _T_co = TypeVar("_T_co", covariant=True)
 
+# A row from each member: [members, width], or a list of [width].
 Rows: TypeAlias = Tensor | Sequence[Tensor]
-"""A row from each member: [members, width], or as many tensors [width]."""
 
-
+# Returns contiguous tensors that results may be written to, or None. Called once, inside the `wait` that computes the
+# results, since memory may become free until then. A result that is a different tensor must be copied by the caller.
 Places: TypeAlias = Callable[[], Sequence[Tensor] | None]
-"""Contiguous tensors that results may be written to, or None. Asked for once, by the `wait` that makes the results.
-
-A result that is a different tensor has to be copied there.
-"""
 
 
 def nowhere() -> None:
-    """`Places` of results in memory of their own."""
+    """Return no `Places`: results are new tensors."""
 
 
 class Work(Protocol[_T_co]):
-    """What a transport waits for; a `Handle` is one too."""
+    """Something in flight that a transport waits for."""
 
     def is_ready(self) -> bool:
         """Whether `wait` would return at once, or raise."""
         ...
 
     def wait(self, timeout: timedelta | None = None) -> _T_co:
-        """Wait until it is done, for at most `timeout` (by default the group's)."""
+        """Wait for the result for at most `timeout`, by default the group's."""
         ...
 
     def release(self, timeout: timedelta | None = None) -> None:
-        """End it, so that its buffers can be reused. Waits first, if `wait` has not been called."""
+        """Allow reuse of its buffers; waits first if `wait` has not been called."""
         ...
 
 
 class Handle(Generic[_T_co]):
-    """Communication in flight, and what its result is made of once it is done."""
+    """Communication in flight, and the function that computes its result."""
 
     def __init__(self, work: Work[Any], finish: Callable[[Any], _T_co], *, communicates: bool = False) -> None:
-        # `finish`: makes the result of what `work.wait` returns. `communicates`: `finish` starts a collective of its
-        # own, so the handle is never ready before it is waited for.
+        # The handle keeps alive what `finish` refers to, such as send buffers that peers may still read. It must live
+        # until it has been waited for, and be deleted before its buffers are expected to return to a pool.
         self._work = work
-        self._finish = finish
+        self._finish = finish  # computes the result from that of `work.wait`
+        # Whether `finish` starts a collective. Then `wait` must be called in the same order on all ranks, so the handle
+        # is never ready: readiness depends on time, which differs between ranks.
         self._communicates = communicates
 
     def is_ready(self) -> bool:
@@ -71,16 +70,16 @@ class Handle(Generic[_T_co]):
         return not self._communicates and self._work.is_ready()
 
     def wait(self, timeout: timedelta | None = None) -> _T_co:
-        """Wait for the result; call it once. A member that is gone, or the timeout, is a RuntimeError."""
+        """Wait for the result; call it once. A lost member or the timeout raises a RuntimeError."""
         return self._finish(self._work.wait(timeout))
 
     def release(self, timeout: timedelta | None = None) -> None:
-        """End it: its buffers can be reused. Waits for what is in flight, if `wait` has not been called."""
+        """Allow reuse of its buffers; waits first if `wait` has not been called."""
         self._work.release(timeout)
 
     def then(self, f: Callable[[_T_co], U], *, communicates: bool = False) -> Handle[U]:
         """Return a handle of `f(result)`, which releases this one as soon as `f` has returned."""
-        # So the result of `f` must not view memory of the transport. `communicates`: it starts a collective of its own.
+        # So the result of `f` must not view buffers of the transport, which other members may then overwrite.
 
         def finish(result: Any) -> U:
             value = f(result)
@@ -92,21 +91,22 @@ class Handle(Generic[_T_co]):
 
 @dataclass
 class Works:
-    """Works of torch, as a `Work`."""
+    """Several `dist.Work` objects as one `Work`."""
 
-    # pending works; emptied by `wait`, since a gloo message can be waited for only once
+    # Pending works; emptied by `wait`, since a gloo message can be waited for only once.
     works: tuple[dist.Work, ...] = ()
-    buffers: tuple[Tensor, ...] = ()  # tensors that are kept alive until then
-    # global ranks that each work involves; the last entry covers the remaining works
+    # Tensors that the works read or write, kept alive so that no allocator or pool reuses their memory in flight.
+    buffers: tuple[Tensor, ...] = ()
+    # Global ranks that each work involves, to name the lost ranks in an error; the last entry covers the rest.
     peers: tuple[tuple[int, ...], ...] = ((),)
-    limit: timedelta | None = None  # timeout if `wait` gets none; None leaves it to torch
+    limit: timedelta | None = None  # timeout if `wait` gets none; None uses torch's
 
     def is_ready(self) -> bool:
         """See `Work`."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """See `Work`; the error is torch's own."""
+        """See `Work`; errors of torch are raised unchanged."""
         timeout = self.limit if timeout is None else timeout
         for i, work in enumerate(self.works):
             with among(self.peers[min(i, len(self.peers) - 1)]):
@@ -122,7 +122,7 @@ class Works:
 
 
 def done(result: Callable[[], T], *, communicates: bool = False) -> Handle[T]:
-    """Return a handle that waits for nothing; its result is made when it is asked for."""
+    """Return a handle that waits for nothing, and calls `result` in `wait`."""
     return Handle(Works(), lambda _: result(), communicates=communicates)
 
 
@@ -130,42 +130,42 @@ def done(result: Callable[[], T], *, communicates: bool = False) -> Handle[T]:
 class Exchange:
     """Rows to send."""
 
-    own: Tensor  # to be filled: [width] for a gather, [members, width] for an all-to-all
-    start: Callable[[], Handle[Rows]]  # sends what was filled in
+    own: Tensor  # the send buffer, to be filled: [width] for a gather, [members, width] for an all-to-all
+    start: Callable[[], Handle[Rows]]  # sends it; after that it must not be written
 
 
 class Reduction(Protocol):
-    """Terms of a sum over the members, leaf by leaf."""
+    """A sum over the members whose terms are added leaf by leaf."""
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
-        """Memory that a kernel may write the first term of a leaf to; None where there is none of that dtype."""
+        """Return memory of this dtype that a kernel may write the first term of a leaf to; None if it has none."""
         ...
 
     def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
-        """Copies the terms of some leaves to where they are sent from; None counts as zeros."""
+        """Copy terms of some leaves into the send buffer; None counts as zeros."""
         ...
 
     def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
-        """Send the terms. The handle has the sum of each leaf, or of this member's piece of it."""
+        """Send the terms; the result is the sum of each leaf, or of this member's shard of it."""
         ...
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where buffers come from. Here each is new; a `Pool` hands out those that are no longer used."""
+    """A source of buffers. This class allocates each one; a `PoolMemory` reuses free buffers."""
 
     device: torch.device
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A flat buffer with garbage inside."""
+        """Return an uninitialized flat buffer."""
         return _compat.fresh((size,), dtype, self.device)
 
     def adopt(self, x: Tensor) -> None:
-        """Count a buffer that comes from somewhere else, as long as it is viewed."""
+        """Count the bytes of a buffer that was allocated elsewhere while any view of it is alive."""
 
     def of_one_user(self) -> Memory:
-        """The same, for a user that calls `retire`."""
+        """Return the same source for one user, whose buffers `retire` releases."""
         return self
 
     def retire(self) -> None:
-        """Let buffers that were taken from here and are free be used again, when the current stream has come here."""
+        """Allow reuse of this user's free buffers after the work given to the current stream so far."""

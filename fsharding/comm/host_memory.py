@@ -1,11 +1,11 @@
-"""Tensors that are kept in memory of the host until backward needs them: copies out and back, a unit at a time.
+"""Keep saved tensors in host memory until backward needs them, so that two units at a time are on the device.
 
     out        copy out   !out
-    compute    ?out, when the unit after the next begins: only then may the memory be used again
+    compute    ?out       when the unit after the next begins: only then may the device memory be reused
     in         ?out   copy in   !in      (when backward reaches the unit after it)
     compute    ?in    backward of the unit
 
-So two units have their tensors on the device at a time, in forward and in backward.
+`!` records an event on the stream of its line, and `?` waits for one there.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from fsharding.comm.transfers import Transfer, Transfers
 
 __all__ = ["OnHost", "Parked", "is_kept", "keep_in_place"]
 
-_ALIGN = 64
+_ALIGN = 64  # tensors begin at multiples of this many bytes in host memory
 
+# A tensor with fewer bytes stays on the device: a copy costs more than its memory is worth.
 _SMALLEST = 1 << 10
-"""Bytes below which a tensor stays on the device: a copy costs more than its memory is worth."""
 
+# A tensor stays on the device if its storage has more than this many times its bytes, since full storages are copied.
 _LARGEST_SHARE = 4
-"""A tensor stays where its storage has more than this many times its bytes."""
 
 
 @dataclass(eq=False)
 class _Storage:
-    """The elements of a storage: on the device, on the host, or on both."""
+    """The elements of a storage: on the device, in host memory, or both."""
 
-    here: Tensor | None
+    here: Tensor | None  # on the device, from forward until its unit is freed, and again from its fetch
     host: Tensor | None = None
 
 
 @dataclass(eq=False)
 class _Unit:
-    """The storages that a unit has saved, by the id, version and dtype of each."""
-
-    # `out` are the copies of all storages to the host, None before they are sent; `is_sent` once the compute stream has
-    # waited for them, before which no storage may be freed. `back` are copies to the device that it has not waited for.
+    """The storages that a unit has saved."""
 
     number: int
+    # By id, version and dtype: a storage that is written in place between two saves is copied twice.
     storages: dict[tuple[int, int, torch.dtype], _Storage] = field(default_factory=dict)
-    out: Transfer | None = None
-    back: Transfer | None = None
+    out: Transfer | None = None  # the copies of all storages to the host; None before they start
+    back: Transfer | None = None  # copies to the device that the compute stream hasn't waited for
+    # Whether the compute stream has waited for `out`. Before, no storage may be freed: the allocator would hand its
+    # memory to the compute stream while the copy still reads it.
     is_sent: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Parked:
-    """Stands for a tensor among those that autograd saves; `take` gives it back."""
+    """A placeholder that autograd saves instead of a tensor; `take` returns the tensor."""
 
     keeper: OnHost
     unit: _Unit
@@ -76,27 +76,24 @@ class Parked:
 
 
 class OnHost:
-    """Memory for the tensors that autograd saves, but for `resident` ones: on the host, and back one unit ahead."""
-
-    # `_units` has the units in the order of forward. `_reached` is the one that backward is at; None before. A storage
-    # is on the device (`here`) from forward until its unit is freed, and from its fetch until backward has left it.
+    """Host memory for the tensors that autograd saves, except `resident` ones; they are fetched one unit ahead."""
 
     def __init__(self, device: torch.device, resident: Sequence[Tensor]) -> None:
         self._device = device
         self._values = resident
         self._transfers = Transfers(device)
         self._pool = _pool.__wrapped__() if _compat.makes_fakes() else _pool()
-        self._units = [_Unit(0)]
-        self._reached: _Unit | None = None
+        self._units = [_Unit(0)]  # in the order of forward
+        self._reached: _Unit | None = None  # the unit that backward is at; None in forward
 
     @functools.cached_property
     def _resident(self) -> frozenset[int]:
-        """Ids of storages that stay; most calls keep nothing here, and do not ask."""
+        """Ids of storages that stay on the device; computed lazily, since most calls move nothing."""
         return frozenset(map(_compat.storage_id, self._values))
 
     # ---------------------------------------------------------------------------------------------------------- forward
     def keep(self, x: Tensor) -> Tensor | Parked:
-        """Return what autograd saves for a tensor of the present unit."""
+        """Return what autograd saves for a tensor of the current unit: a `Parked`, or the tensor if it stays."""
         storage, size = _compat.storage_id(x), x.untyped_storage().nbytes()
         stays = size < _SMALLEST or size > _LARGEST_SHARE * x.nbytes or storage in self._resident
         if stays or x.device != self._device:
@@ -108,14 +105,14 @@ class OnHost:
         return Parked(self, unit, unit.storages[key], x.size(), x.stride(), int(x.storage_offset()))
 
     def next_unit(self) -> None:
-        """Forward has left a unit."""
+        """Note that forward has left a unit: copy it to the host, and free the one before."""
         self._send(self._units[-1])
         for unit in self._units[-2:-1]:
             self._free(unit)
         self._units.append(_Unit(len(self._units)))
 
     def end_forward(self) -> None:
-        """Forward is over, and backward comes later."""
+        """Note that forward has ended and that backward comes later: free the last two units."""
         self._send(self._units[-1])
         for unit in self._units[-2:]:
             self._free(unit)
@@ -131,7 +128,7 @@ class OnHost:
             storage.host = place
 
     def _room(self, here: Sequence[Tensor]) -> list[Tensor]:
-        """Memory of the host for tensors, as bytes."""
+        """Return host memory for tensors, as bytes."""
         sizes = [x.nbytes for x in here]
         ends = [*itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
         flat = self._pool.take(ends[-1], torch.uint8, torch.device("cpu"))
@@ -149,14 +146,14 @@ class OnHost:
             storage.here = None
 
     def _wait(self, unit: _Unit) -> None:
-        """Have the compute stream wait for the copies of a unit to the device."""
+        """Have the compute stream wait until a unit is back on the device."""
         if unit.back is not None:
             self._transfers.wait(unit.back)
             unit.back = None
 
     # --------------------------------------------------------------------------------------------------------- backward
     def reach(self, unit: _Unit) -> None:
-        """Backward needs a unit: frees the later ones, waits for this one, and starts to fetch the one before it."""
+        """Note that backward needs a unit: free the later ones, wait for this one, start to fetch the one before."""
         if self._reached is unit:
             return
         self._reached = unit
@@ -169,7 +166,7 @@ class OnHost:
             self._fetch(before)
 
     def _fetch(self, unit: _Unit) -> None:
-        """Start to copy a unit to the device, unless it is there or on its way."""
+        """Start to copy a unit to the device, unless it is there or in flight."""
         gone = [storage for storage in unit.storages.values() if storage.here is None]
         if not gone:
             return
@@ -179,7 +176,7 @@ class OnHost:
             storage.here = here
 
     def close(self) -> None:
-        """Drop everything; the current stream waits for all copies."""
+        """Drop all tensors; the current stream waits for all copies."""
         for unit in self._units:
             self._free(unit)
         self._units = [_Unit(0)]
@@ -189,20 +186,21 @@ class OnHost:
 
 @functools.cache
 def _pool() -> Pool:
-    """Pinned memory of this process. It is kept: pinning is slow, and a graph replays copies to the same addresses."""
+    """Return the pool of pinned memory of this process."""
+    # Never closed: pinning is slow, and a captured graph replays copies to the same addresses.
     return Pool(lambda shape, dtype, _: pinned(shape, dtype))
 
 
+# Host tensors whose addresses are stable while they are referred to, by the ids of their storages.
 _stays: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""Tensors of the host that stay as long as they are referred to, by the ids of their storages."""
 
 
 def keep_in_place(x: Tensor) -> None:
-    """Note that a tensor of the host stays where it is until nothing refers to it."""
+    """Mark a host tensor as having a stable address until nothing refers to it."""
     if x.is_cpu:
         _stays[_compat.storage_id(x)] = x
 
 
 def is_kept(x: Tensor) -> bool:
-    """Return whether a tensor is in pinned memory that stays, so that a graph may replay copies from and to it."""
+    """Return whether a tensor has a stable address, so that a captured graph may replay copies from and to it."""
     return _pool().holds(x) or _compat.storage_id(x) in _stays

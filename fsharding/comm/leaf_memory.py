@@ -1,4 +1,4 @@
-"""Leaves where they are computed with, and where their sharding keeps them."""
+"""Move local tensors between the device that computes with them and the tier in which their sharding keeps them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tier_at_rest(x: DTensor) -> Tier:
 
 
 def is_away(x: Any) -> bool:
-    """Return whether a leaf at rest is elsewhere than on the device of its mesh."""
+    """Return whether a leaf at rest is in a tier other than the device of its mesh."""
     return isinstance(x, DTensor) and tier_at_rest(x) is not DEVICE
 
 
@@ -39,17 +39,17 @@ def home_of(sharding: NamedSharding) -> Tier:
 
 
 def device_of(x: Tensor, device_type: str) -> torch.device:
-    """Return the device on which a local tensor is computed with."""
+    """Return the device that computes with a local tensor."""
     return x.device if tier_of(x, device_type) is DEVICE else compute_device(device_type)
 
 
 def sharding_here(x: DTensor) -> NamedSharding:
-    """Return the sharding of a leaf where an update reads it: on the host if it is there, else on the device."""
+    """Return the sharding of a leaf as an update reads it: in host memory if it is there, else on the device."""
     tier = tier_at_rest(x)
     return sharding_of(x) if tier is DEVICE or tier.can_fail else replace(sharding_of(x), memory=tier.name)
 
 
-# -------------------------------------------------------------------------------------------------- to where it is used
+# -------------------------------------------------------------------------------------------------------- to the device
 def on_device(x: Tensor, device_type: str) -> Tensor:
     """Return a local tensor on the device of its mesh: itself, or a copy that the current stream makes."""
     tier = tier_of(x, device_type)
@@ -57,24 +57,24 @@ def on_device(x: Tensor, device_type: str) -> Tensor:
 
 
 def read_ahead(x: Tensor, device_type: str) -> None:
-    """Start what the next `on_device` would have the host wait for."""
+    """Start the part of the next `on_device` that would block the host."""
     tier_of(x, device_type).prefetch(x, torch.device(device_type))
 
 
 def in_memory(x: Tensor) -> Tensor:
-    """Return a tensor whose elements the host or the device can address."""
+    """Return a tensor that the host or the device can address: `x`, or a copy if its tier is a file."""
     return on_device(x, x.device.type)
 
 
 def here(node: Local) -> Tensor:
-    """Return the local tensor of a leaf in flight on its device; a copy can be differentiated."""
+    """Return the local tensor of a `Local` on its device; a copy is differentiable."""
     own = tier_of(node.value, node.sharding.device_type)
     value = cast(Tensor, _Read.apply(node.value)) if own.can_fail else node.value
     return value.to(node.sharding.device_type)
 
 
 class _Read(Function):
-    """`in_memory`, for autograd."""
+    """A differentiable `in_memory`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -85,18 +85,18 @@ class _Read(Function):
         return grads[0]
 
 
-# ---------------------------------------------------------------------------------------------------- to where it rests
+# ------------------------------------------------------------------------------------------ to the tier of its sharding
 def fill(sharding: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory that is to be filled, for a leaf that `to_memory` then brings where its sharding keeps it."""
+    """Return uninitialized memory for a leaf, which the caller fills and passes to `to_memory`."""
     return home_of(sharding).empty(shape, dtype, torch.device(sharding.device_mesh().device_type))
 
 
 def to_memory(x: Tensor, sharding: NamedSharding) -> Tensor:
-    """Return a local tensor where its sharding keeps it: itself if it is there. The host waits for a copy."""
+    """Return a local tensor in the tier of its sharding: itself if it is there. The host waits for a copy."""
     there, home = tier_of(x, sharding.device_type), home_of(sharding)
     if x.is_meta or home is DEVICE:
         return x if x.is_meta else on_device(x, sharding.device_type)
-    if home is there and home.can_fail:
+    if home is there and home.can_fail:  # never written again, so there is nothing to copy
         return x
     result = home.put(in_memory(x))
     home.settle(result, x.device)
@@ -104,17 +104,17 @@ def to_memory(x: Tensor, sharding: NamedSharding) -> Tensor:
 
 
 def placed(x: Tensor, sharding: NamedSharding, size: tuple[int, ...]) -> DTensor:
-    """Return a leaf at rest where its sharding keeps it, of a local tensor and the shape that the DTensor has."""
+    """Return a local tensor as a DTensor of shape `size`, in the tier of its sharding."""
     return sharding.at_rest(to_memory(x, sharding), size)
 
 
 def placed_as(x: DTensor, sharding: NamedSharding) -> DTensor:
-    """Return a leaf at rest, cut as it is, where a sharding keeps it."""
+    """Return a DTensor in the tier of a sharding, with its own mesh and placements."""
     return like(x, to_memory(local_of(x), sharding))
 
 
 def cast_to_memory(x: Tensor, dtype: torch.dtype, sharding: NamedSharding) -> Tensor:
-    """Return a local tensor in a dtype, where its sharding keeps it. It is cast where it is."""
+    """Cast a local tensor where it is, and return it in the tier of its sharding."""
     if x.dtype == dtype:
         return to_memory(x, sharding)
     if home_of(sharding) is HOST:
@@ -123,7 +123,7 @@ def cast_to_memory(x: Tensor, dtype: torch.dtype, sharding: NamedSharding) -> Te
 
 
 def copied(x: Any) -> Any:
-    """Return a copy of a leaf in the same tier. What is never written in place is its own copy."""
+    """Copy a leaf within its tier; a tensor that is never written in place is returned itself."""
     if isinstance(x, DTensor):
         return like(x, copied(local_of(x)))
     if not isinstance(x, Tensor) or tier_of(x, x.device.type).can_fail:
@@ -134,15 +134,15 @@ def copied(x: Any) -> Any:
 
 
 def settle_copies(values: Tree) -> None:
-    """Have the host wait for what its device was given, if leaves of a tree are elsewhere: it may read those."""
+    """Have the host wait for the device if leaves are in other tiers, so that it may read their values."""
     if any(map(is_away, tree.leaves(values))):
         devices.synchronize()
 
 
 def scaled(values: Tree, factor: Tensor) -> Tree:
-    """Multiply the leaves of a tree by a number of the device, in the memory of those that may be written."""
+    """Multiply the leaves of a tree by a 0-d tensor on the device, in place on the device and on the host."""
 
-    def elsewhere(x: Any) -> Any:
+    def scaled_away(x: Any) -> Any:
         if not is_away(x):
             return x
         tier, local = tier_at_rest(x), local_of(x)
@@ -151,4 +151,4 @@ def scaled(values: Tree, factor: Tensor) -> Tree:
         return like(x, there)
 
     _compat.foreach_mul_([local_of(x) for x in tree.leaves(values) if x is not None and not is_away(x)], factor)
-    return tree.map(elsewhere, values)
+    return tree.map(scaled_away, values)

@@ -1,6 +1,6 @@
 """Choose the wires of each leaf of a parameter tree, for gathers, gradients and copies, and draw their rounding noise.
 
-Guarantee: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
+Guarantee: a weight is quantized once, from its main parameter, to the same bits under every strategy and on any mesh.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = [
     "wires_of", "wires_of_copies",
 ]  # fmt: skip
 
-_GIVE_A_KEY = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
+_PASS_A_KEY = "Pass a key, int64[2], a different one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
 
 
 class LeafIndex(NamedTuple):
-    """A leaf of a unit inside the parameter tree: its number, and its row if it is one layer of a stack."""
+    """A leaf of a unit in the parameter tree: its index, and its row if it is one layer of a stack."""
 
     leaf: int
     row: int | None
@@ -52,48 +52,48 @@ class TreeLeaf(NamedTuple):
     """A leaf of a parameter tree."""
 
     path: str  # dotted
-    first: int  # which layer of the whole model its first row is, where units are rows of it
-    layers: int  # how many there are in the whole model
+    first: int  # layer index, in the full model, of its first row, if units are rows of it
+    layers: int  # number of layers in the full model
 
 
 class UnitWire(NamedTuple):
-    """How a leaf of a unit is gathered; see `UnitLeaf`."""
+    """The wires of a leaf of a unit; see `UnitLeaf`."""
 
     wire: Wire
-    terms: Wire | None = None  # of the terms of its gradient; None for the wire of later sums
+    terms: Wire | None = None  # wire of the partial gradients; None uses the wire of later sums
     again: Wire | None = None
     seen: Callable[[Tensor], WholeLeaf] | None = None
 
 
 class LeafWires:
-    """How the leaves of a tree are sent. Here each is cast to the dtype that the call computes in."""
+    """The wires of the leaves of a tree. This class casts each leaf to the compute dtype."""
 
     def noting(self, note: Note) -> AbstractContextManager[None]:
-        """Inside, `note` is told of all that a loss function dequantizes, so that autograd may save less."""
+        """Call `note` for everything that is dequantized inside the `with` block, so that autograd may save less."""
         return nullcontext()
 
     def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
-        """Return how a leaf of a unit, of this full shape, is gathered."""
+        """Return the wires of a leaf of a unit, given its full shape."""
         return UnitWire(Plain(dtype))
 
     def noise(
         self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device, *, of_term: bool
     ) -> Tensor:
-        """Draw the numbers by which a shard of a leaf, or of a term of its gradient, of a full shape is rounded."""
-        raise AssertionError("nothing is rounded")
+        """Draw the numbers for stochastic rounding of a shard of a leaf, or of a partial gradient if `of_term`."""
+        raise AssertionError("no leaf has a format with stochastic rounding")
 
 
 def wires_of(
     precision: Precision, leaves: Iterable[TreeLeaf], key: Tensor | None, mesh: Mesh | None, microbatch: int
 ) -> LeafWires:
-    """Return how the leaves of a tree are sent in one call; `key`, for stochastic rounding, is new in each step."""
+    """Return the wires of a tree for one call; `key`, for stochastic rounding, differs in every step."""
     if not precision.has_formats:
         return LeafWires()
     return _FormatWires(precision, [*leaves], key, _key_of_terms(key, mesh, microbatch))
 
 
 class _OfNumbers(NamedTuple):
-    """What a loss function sees of a leaf that was rounded at rest: its numbers, which products quantize."""
+    """The view of a leaf that was quantized at rest: its values, which products quantize again."""
 
     format: Blocks
     strict: bool
@@ -104,19 +104,20 @@ class _OfNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class _FormatWires(LeafWires):
-    """Leaves that a precision gives a format are sent in it."""
+    """The wires of a precision with low-precision formats."""
 
-    precision: Precision  # with `gather`, or a format in `reduce`
-    leaves: Sequence[TreeLeaf]  # of the tree
-    key: Tensor | None  # for stochastic rounding of weights
-    term_key: Tensor | None  # for terms of gradients: another one on each data rank, and for each microbatch
+    precision: Precision  # it has `gather`, or a format in `reduce`
+    leaves: Sequence[TreeLeaf]
+    key: Tensor | None  # for stochastic rounding of weights: equal on all ranks, which round the same values
+    term_key: Tensor | None  # for partial gradients: different for each data rank and microbatch
 
     def noting(self, note: Note) -> AbstractContextManager[None]:
         return noting_numbers(note) if self.precision.computes_quantized else nullcontext()
 
     def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
-        precision, path, ndim = self.precision, self.leaves[index.leaf].path, len(shape)
-        if self._keeps(index):
+        precision, leaf, ndim = self.precision, self.leaves[index.leaf], len(shape)
+        path = leaf.path
+        if index.row is not None and leaf.first + index.row in precision.kept_rows(path, leaf.layers):
             return UnitWire(Plain(dtype))
         reduced, format = precision.reduce_format(path, ndim), precision.format_of(path, ndim)
         terms = None if reduced is None else Quantizing(dtype, reduced)
@@ -129,19 +130,13 @@ class _FormatWires(LeafWires):
         takes_columns = wire.stays and precision.takes_columns(path, ndim)
         return UnitWire(wire, terms, replace(wire, format=format.across(shape)) if takes_columns else None)
 
-    def _keeps(self, index: LeafIndex) -> bool:
-        if index.row is None:
-            return False
-        leaf = self.leaves[index.leaf]
-        return leaf.first + index.row in self.precision.kept_rows(leaf.path, leaf.layers)
-
     def noise(
         self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device, *, of_term: bool
     ) -> Tensor:
         key = self.term_key if of_term else self.key
         if of_term and key is None:
-            rule = f"rounds terms of the gradient of {self.leaves[index.leaf].path} by key, and has none."
-            raise ConfigError(message(rule, mend=_GIVE_A_KEY))
+            rule = f"needs a key to round partial gradients of {self.leaves[index.leaf].path} stochastically."
+            raise ConfigError(message(rule, mend=_PASS_A_KEY))
         leaf = self.leaves[index.leaf]
         ranges = list(sharding.grid(tuple(shape)) or ())
         if index.row is None:
@@ -151,7 +146,7 @@ class _FormatWires(LeafWires):
 
 
 def _key_of_terms(key: Tensor | None, mesh: Mesh | None, microbatch: int) -> Tensor | None:
-    """The key by which terms of gradients are rounded: the same on ranks that have the same term."""
+    """Return the key for rounding partial gradients: equal on ranks that hold the same one."""
     if key is None or mesh is None:
         return key
     for number in (data_rank_and_size(mesh, cp=True)[0], microbatch):
@@ -162,9 +157,10 @@ def _key_of_terms(key: Tensor | None, mesh: Mesh | None, microbatch: int) -> Ten
 def rounding_noise(
     key: Tensor | None, path: str, shape: Sequence[int], ranges: Sequence[Runs], device: torch.device
 ) -> Tensor:
-    """Draw the numbers in [0, 1) by which ranges of a leaf are rounded; its shape has all layers of a stack."""
+    """Draw the numbers in [0, 1) for stochastic rounding of ranges of a leaf, whose shape has all layers of a stack."""
     if key is None:
-        raise ConfigError(report(f"fs.gather_unit rounds {path} by key, and has none.", mend=_GIVE_A_KEY))
+        raise ConfigError(report(f"fs.gather_unit needs a key to round {path} stochastically.", mend=_PASS_A_KEY))
+    # Each number is a function of key, path and position in the full leaf, so sharding changes no bit.
     return uniform_at(key, zlib.crc32(path.encode()), tuple(shape), ranges, device)
 
 
@@ -172,7 +168,7 @@ def rounding_noise(
 def wires_of_copies(
     leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None
 ) -> list[LeafWire | None] | None:
-    """Return how stored low-precision copies are rounded from main parameters; None for leaves without a format."""
+    """Return the wires from main parameters to stored low-precision copies; None for leaves without a format."""
     if layout.precision.gather is None:
         return None
     pairs = zip(leaves, layout.leaves, strict=True)
@@ -180,17 +176,17 @@ def wires_of_copies(
 
 
 def wires_in_flight(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> list[LeafWire | None]:
-    """Return how main parameters without a stored copy are rounded when they are gathered; None for other leaves."""
+    """Return the wires of main parameters that are quantized when they are gathered; None for other leaves."""
     rows = zip(tree.leaves(params), layout.leaves, _formats_in_flight(layout, precision), strict=True)
     return [_at_rest(x, leaf, leaf.params, format, precision, key) for x, leaf, format in rows]
 
 
 def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
-    """Round main parameters without a stored copy to the values that a loss function sees; sharded as they were."""
+    """Round main parameters without a stored copy to the values that a loss function uses, without resharding."""
     formats = _formats_in_flight(layout, precision)
     if not any(formats):
         return params
-    # A rank that has nothing of a leaf has no wire for it, and yet the dtype of the others.
+    # A rank without a shard of a leaf has no wire for it, but its result must have the dtype of the other ranks'.
     pairs = [*zip(layout.leaves, formats, strict=True)]
     homes = [None if format is None else leaf.params for leaf, format in pairs]
     dtypes = [None if format is None else precision.compute_dtype(leaf.init) for leaf, format in pairs]
@@ -202,13 +198,13 @@ def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor
 def round_leaf(
     x: DTensor, leaf: LeafLayout, home: NamedSharding, format: Blocks, precision: Precision, key: Tensor | None
 ) -> DTensor:
-    """Round a main parameter at rest, which `home` says where it is, as `round_params` does."""
+    """Round a main parameter with sharding `home`, as `round_params` does."""
     wires = [_at_rest(x, leaf, home, format, precision, key)]
     return send([x], [home], BucketQueue(0), dtypes=[precision.compute_dtype(leaf.init)], wires=wires).wait()[0]
 
 
 def _formats_in_flight(layout: Layout, precision: Precision) -> list[Blocks | None]:
-    """Return the formats of main parameters that have not been rounded; None for other leaves."""
+    """Return the formats of main parameters that are quantized in gathers only; None for other leaves."""
     rounds = precision.gather is not None and not precision.rounded
     return [layout.format_of(leaf) if rounds else None for leaf in layout.leaves]
 
@@ -216,12 +212,12 @@ def _formats_in_flight(layout: Layout, precision: Precision) -> list[Blocks | No
 def _at_rest(
     x: DTensor | None,
     leaf: LeafLayout,
-    home: NamedSharding,  # where it is, which says what layers of a stack the rank has
+    home: NamedSharding,  # its sharding, which has the layers of a stack that this rank holds
     format: Blocks | None,
     precision: Precision,
     key: Tensor | None,
 ) -> LeafWire | None:
-    """How a main parameter at rest is rounded; None without a format, and on a rank that has nothing of it."""
+    """Return the wire of a main parameter at rest; None without a format, and on a rank without a shard."""
     grid = home.grid(leaf.shape)
     if x is None or format is None or grid is None:
         return None
@@ -233,7 +229,7 @@ def _at_rest(
 
 
 def _noise_at_rest(x: DTensor, leaf: LeafLayout, grid: Grid, key: Tensor | None) -> Callable[[int, int], Tensor]:
-    """The numbers by which rows of a main parameter at rest are rounded: by their place in the whole leaf."""
+    """Return the rounding noise of rows of a main parameter at rest, by their position in the full leaf."""
     node = to_local(x)
     ranges = list(node.sharding.grid(node.shape) or ())
     shape = tuple(node.shape)
@@ -247,7 +243,7 @@ def _noise_at_rest(x: DTensor, leaf: LeafLayout, grid: Grid, key: Tensor | None)
 
 
 def check_patterns(precision: Precision, params: Tree) -> None:
-    """Refuse patterns of a precision with formats that match none of the parameters."""
+    """Raise if a pattern of a precision with formats matches no parameter."""
     if not precision.has_formats or (precision.keep is KEEP and not precision.columnwise):
         return
     shapes = zip(tree.paths(params), (tuple(x.shape) for x in tree.leaves(params)), strict=True)

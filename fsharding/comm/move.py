@@ -1,6 +1,6 @@
-"""Move leaves together from one sharding to another: the plan, and its execution.
+"""Move a bucket of leaves from one sharding to another: the plan, whose table is in `comm.steps`, and its execution.
 
-Guarantee: a result has the same bits whether its terms are added one by one or all at once, and whatever else is sent.
+Guarantee: the bits of a result depend neither on the other leaves of its bucket nor on the order in which terms come.
 """
 
 from __future__ import annotations
@@ -32,22 +32,25 @@ class Moved(NamedTuple):
     """The result of a move."""
 
     leaves: Sequence[WholeLeaf]  # in the new sharding, as their wires decode them
-    buffers: list[Tensor]  # flat tensors of `memory` that gathered leaves view; a leaf views the same one each time
+    # Flat tensors of `memory` that gathered leaves view. A leaf views the same entry at every call.
+    buffers: list[Tensor]
 
 
 @dataclass(frozen=True)
 class Move:
-    """Leaves that are sent together. The same value on every rank of a mesh."""
+    """The plan of a bucket of leaves that are sent together."""
+
+    # Equal on all ranks of a mesh, since it determines which collectives run and in which order.
 
     mesh: Mesh
-    leaves: tuple[LeafSteps, ...]  # whose steps differ in dims only
-    wires: tuple[Wire, ...]  # how each leaf is sent in the first step; a sum has one wire for all
-    dtype: torch.dtype  # of sums, and of what steps after the first one send
-    large: bool = False  # leaves are worth being added one by one
+    leaves: tuple[LeafSteps, ...]  # their steps differ in dims only
+    wires: tuple[Wire, ...]  # the wire of each leaf in the first step; all are equal if that is a sum
+    dtype: torch.dtype  # dtype of sums, and of everything sent after the first step
+    large: bool = False  # whether leaves are large enough to be summed one by one
 
     @functools.cached_property
     def outline(self) -> str:
-        """What determines the order of collectives, as text: equal on all ranks, whose shards may differ in size."""
+        """The part of the plan that all ranks must share, as text: sizes of local shards may differ."""
         return repr(([leaf.steps for leaf in self.leaves], self.wires, self.dtype, self.large))
 
     @property
@@ -57,28 +60,29 @@ class Move:
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
-        """Axes of the first step; none without steps."""
+        """Axes of the first step; empty without steps."""
         return () if self.is_empty else self.leaves[0].steps[0].axes
 
     @functools.cached_property
     def sums_first(self) -> bool:
-        """Whether the first step is a sum, so that terms are copied one by one to where they are sent from."""
+        """Whether the first step is a sum, so that terms are copied into its send buffer one by one."""
         return bool(self.leaves) and begins_with_sum(self.leaves[0].steps)
 
     @functools.cached_property
     def rest(self) -> Move:
-        """The move after its first step. What has been summed or gathered is sent as it is."""
+        """The move after its first step; sums and gathered values are sent unquantized."""
         return replace(self.unrounded, leaves=tuple(leaf.rest for leaf in self.leaves), large=False)
 
     @functools.cached_property
     def unrounded(self) -> Move:
-        """The same move of values that are sent in `dtype`; a backend that adds the first terms adds all."""
+        """The same move with values sent in `dtype`."""
+        # If the backend adds the terms of the first step, it adds those of later steps as well.
         native = any(wire.native for wire in self.wires)
         return replace(self, wires=(Plain(self.dtype, native),) * len(self.leaves))
 
     @functools.cached_property
     def parts(self) -> tuple[Parts, ...]:
-        """What is sent of each leaf, if the first step is a gather or there is none."""
+        """The tensors sent for each leaf, if the first step is a gather or the move has no steps."""
         return tuple(leaf.parts(wire) for leaf, wire in zip(self.leaves, self.wires, strict=True))
 
     @functools.cached_property
@@ -88,34 +92,34 @@ class Move:
 
     @functools.cached_property
     def decoded(self) -> Bucket | None:
-        """The layout of the results, if they are decoded to memory of their own: all of a bucket are, or none."""
+        """The layout of the results if they are decoded into separate memory: either all of a bucket are, or none."""
         shapes = tuple((parts.decoded, 0) for parts in self.parts if parts.decoded is not None)
         return plan_bucket(shapes, ()) if shapes else None
 
     @functools.cached_property
     def terms(self) -> SumLayout:
         """The layout of terms, if the first step is a sum."""
-        step = self.leaves[0].steps[0]
-        cuts = tuple((leaf.local, leaf.steps[0].dim) for leaf in self.leaves)
-        return self.wires[0].terms(cuts, axis_sizes(self.mesh, step.axes), scatter=step.kind == "scatter")
+        shapes = tuple((leaf.local, leaf.steps[0].dim) for leaf in self.leaves)
+        scatter = self.leaves[0].steps[0].kind == "scatter"
+        return self.wires[0].terms(shapes, axis_sizes(self.mesh, self.axes), scatter=scatter)
 
     def agree(self, group: Group, device_type: str) -> None:
-        """Check the plan of the first step on this rank, and that all members have it, where plans are checked."""
+        """Inside `fs.debug.compare_units`, check the plan of the first step and that all members have the same one."""
         if checks_plans():
             assert len({kinds_of(leaf.steps) for leaf in self.leaves}) == 1, self
             buckets.check_bucket(self.terms.bucket if self.sums_first else self.bucket)
             compare_plans(group, device_type, self.outline)
 
     def has_slots(self, leaf: Tensor) -> bool:
-        """Whether a kernel can write a large leaf to where it is sent from. Collective the first time."""
-        # An encoded term has no slot: it is encoded when all of it is there.
+        """Whether a kernel can write a large leaf directly into its send buffer. Collective the first time."""
+        # A quantized term has no slot: its scales are known only once the full term is computed.
         if not self.sums_first or not self.terms.as_is:
             return False
         transport = transport_for(reduction_group(self.mesh, self.axes), leaf.device)
         return transport.has_slots(leaf.numel(), scatter=self.terms.scatter)
 
     def open(self, device: torch.device, memory: Memory | None = None, noise: Noise | None = None) -> Filling:
-        """Make room for the terms of a sum; nothing is sent. `noise` is by number of the leaf, for rounding."""
+        """Allocate the buffers for the terms of a sum, and send nothing. `noise(i)`: rounding noise of leaf i."""
         return Filling(self, device, memory, noise)
 
     def start(
@@ -127,7 +131,10 @@ class Move:
         noise: Noise | None = None,
         agreed: Sequence[Any] | None = None,
     ) -> Handle[Moved]:
-        """Start the first collective; those that follow it are done when the handle is waited for."""
+        """Start the first collective; later steps run when the handle is waited for."""
+        # `leaves` must not be written before `wait`: a shard that needs no cast is sent from its own memory. `into`
+        # goes to the last step, which writes the results there; earlier steps use temporary memory. `agreed` has the
+        # scales of the leaves if the caller has agreed on them already, for many buckets in one collective.
         kind = "gather" if self.is_empty else self.leaves[0].steps[0].kind
         last = self.is_empty or self.rest.is_empty
         if kind == "slice":
@@ -145,7 +152,7 @@ class Move:
         )
 
     def run(self, leaves: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Take the steps one after the other; see `start`."""
+        """Take all steps and return the results; see `start`."""
         return cast("list[Tensor]", [*self.start(leaves, None, into).wait().leaves]) if not self.is_empty else [*leaves]
 
     def _gather(
@@ -168,10 +175,9 @@ class Move:
         self.agree(group, device.type)
         transport = transport_for(group, device)
         if self.decoded is None and memory is None:
-            flat = None if into is not None else _compat.fresh((self.bucket.size,), dtype, device)
-            results = into if flat is None else buckets.whole_views(flat, self.bucket)
-            assert results is not None
-            handle = transport.all_gather_into(self.bucket, [x.to(dtype) for x in sent], results)
+            if into is None:
+                into = buckets.whole_views(_compat.fresh((self.bucket.size,), dtype, device), self.bucket)
+            handle = transport.all_gather_into(self.bucket, [x.to(dtype) for x in sent], into)
             return handle.then(lambda received: self._decode(received, given, None, None, []))
 
         def decode(flat: Tensor) -> Moved:
@@ -180,7 +186,8 @@ class Move:
         return transport.all_gather(self.bucket, sent, dtype, memory).then(decode)
 
     def _kept(self, sent: list[Tensor], given: Sequence[Any], memory: Memory, into: Sequence[Tensor] | None) -> Moved:
-        """Decode leaves that no rank sends. If nothing is decoded, they are copied: the shards are not the results."""
+        """Decode leaves of a move without steps."""
+        # Values that need no decoding are copied: results never alias the shards, which the caller may overwrite.
         if self.decoded is not None:
             return self._decode(sent, given, memory, into, [])
         buffers = list[Tensor]()
@@ -198,7 +205,7 @@ class Move:
         into: Sequence[Tensor] | None,
         buffers: list[Tensor],
     ) -> Moved:
-        """Decode leaves of what was received, which views `buffers`."""
+        """Decode leaves from received tensors, which view `buffers`."""
         outs = into
         if self.decoded is not None:
             buffers = []
@@ -212,7 +219,8 @@ class Move:
             last = first + len(parts.sent)
             leaf = wire.decode(parts, received[first:last], given[i], None if outs is None else outs[i])
             if not isinstance(leaf, Tensor):
-                # What was not sent but computed by every rank is in memory of its own.
+                # Scales that every rank has computed were not sent, so they are in storages outside of `buffers`. They
+                # count as buffers too: the owner keeps them alive, and frees them, with the leaf.
                 known = {_compat.storage_id(x) for x in buffers}
                 buffers += [x.view(-1) for x in tree.leaves(leaf) if _compat.storage_id(x) not in known]
             results.append(leaf)
@@ -229,7 +237,7 @@ def plan_move(
     *,
     large: bool = False,
 ) -> Move:
-    """Plan a move of leaves, at least one, whose steps differ in dims only, all by one wire."""
+    """Plan a move of one or more leaves by one wire; their steps may differ in dims only."""
     leaves = tuple(steps_of(*leaf) for leaf in zip(sources, targets, shapes, strict=True))
     return Move(sources[0].mesh, leaves, (wire,) * len(leaves), dtype, large)
 
@@ -238,26 +246,23 @@ class Filling:
     """A `Reduction` of the leaves of a move: the first sum, and the steps after it."""
 
     def __init__(
-        self,
-        move: Move,
-        device: torch.device,
-        memory: Memory | None = None,
-        noise: Noise | None = None,  # by number of the leaf, for a wire whose rounding is stochastic
+        self, move: Move, device: torch.device, memory: Memory | None = None, noise: Noise | None = None
     ) -> None:
-        self.memory = memory  # the same
-        self.filled: set[int] = set()  # the leaves that have a term. A kernel that writes into a slot adds its leaf
+        self.memory = memory
+        # Leaves that have a term. A kernel that writes into a slot must add its leaf here: a leaf that isn't in the set
+        # is overwritten by its next term, and zeroed by `start`.
+        self.filled: set[int] = set()
         self._move = move
         self._device = device
-        self._terms: dict[int, Tensor] = {}
-        """By leaf, where the first step is no sum."""
-        self._first: Reduction | None = None
+        self._terms: dict[int, Tensor] = {}  # term of each leaf, used only if the first step isn't a sum
+        self._first: Reduction | None = None  # the first step, if it is a sum
         if move.sums_first:
             transport = transport_for(reduction_group(move.mesh, move.axes), device)
             self._first = transport.reduction(move.terms, move.dtype, large=move.large, memory=memory, noise=noise)
 
     @property
     def sends(self) -> bool:
-        """Whether the first step is a sum, whose terms are copied to where they are sent from."""
+        """Whether the first step is a sum, which copies terms into a send buffer and communicates."""
         return self._first is not None
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
@@ -265,7 +270,7 @@ class Filling:
         return None if self._first is None else self._first.slot(leaf, dtype)
 
     def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
-        """See `Reduction`; a leaf that is filled has a slot, and the term is added there."""
+        """See `Reduction`; a second term of a leaf is added to the first in its slot."""
         first = self._first
         if first is None:
             self._terms.update({i: x for i, x in zip(leaves, terms, strict=True) if x is not None})
@@ -280,7 +285,7 @@ class Filling:
         self.filled.update(leaves)
 
     def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
-        """See `Reduction`; leaves without a term count as zeros."""
+        """See `Reduction`; leaves without a term are zeros."""
         move = self._move
         first = self._first
         if first is None and move.is_empty:
@@ -297,13 +302,13 @@ class Filling:
         return first.start().then(lambda sums: move.rest.run(sums, places()), communicates=True)
 
     def _own(self, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the terms unreduced, since the move has no steps. With `into`, the caller's copy casts them."""
+        """Return the terms unreduced, since the move has no steps; if `into` is given, the caller's copy casts them."""
         if into is None:
             return [self._value(i, self._move.dtype) for i in range(len(self._move.leaves))]
         return [self._terms[i] if i in self._terms else x.zero_() for i, x in enumerate(into)]
 
     def _value(self, leaf: int, sent: torch.dtype) -> Tensor:
-        """The term of a leaf that no collective sums first, rounded to the dtype in which it would be sent."""
+        """Return a term that isn't summed first, rounded to the dtype in which other strategies would send it."""
         dtype = self._move.dtype
         term = self._terms.get(leaf)
         if term is None:
@@ -312,5 +317,5 @@ class Filling:
 
 
 def axis_sizes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return how many ranks there are along each of some axes."""
+    """Return the size of each axis."""
     return tuple(abstract(mesh).axis_size(axis) for axis in axes)

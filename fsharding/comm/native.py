@@ -1,7 +1,4 @@
-"""How tensors are sent inside a group of ranks, by the collectives of its backend: NCCL, or gloo.
-
-Guarantee: every transport gives these results and counts these bytes, for ordered and for native sums.
-"""
+"""Send tensors inside a group of ranks by the collectives of its backend, NCCL or gloo."""
 
 from __future__ import annotations
 
@@ -28,33 +25,33 @@ __all__ = ["Message", "Native", "Offer", "as_bytes", "receive", "receive_object"
 
 
 class Message(NamedTuple):
-    """One message of a round."""
+    """A point-to-point message."""
 
-    rank: int  # global rank of the other side
-    tag: int  # the same on both sides; of its own for each message between two ranks
-    data: Tensor  # contiguous; where it is, or where it will be
+    rank: int  # global rank of the peer
+    tag: int  # equal on both sides, and unique among the messages in flight between two ranks
+    data: Tensor  # contiguous tensor to send, or to receive into
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, which can be sent whatever its dtype: a flat view."""
+    """View a contiguous tensor as flat bytes, which every backend can send."""
     return x.view(-1).view(torch.uint8)
 
 
 class Offer(NamedTuple):
-    """Whether a transport can serve a gloo group, and why; the reason may be empty."""
+    """Whether a transport can serve a group, and why; the reason may be empty."""
 
     yes: bool
     reason: str
 
 
 class Native:
-    """How tensors are sent inside one group, all of whose members make the same calls in the same order."""
+    """The transport of one group, whose members make the same calls in the same order."""
 
-    # Other transports derive from it, and override what they do better; each call says what it has to do.
+    # Other transports derive from it and override methods. They must return the same bits and count the same bytes.
 
-    name = "native"  # by which `make_mesh` is asked for it
+    name = "native"  # as in `make_mesh(transport=...)`
+    # Shards of at least this many bytes are gathered directly into full leaves: smaller messages cost more than copies.
     worth = 1 << 14
-    """Bytes of a piece from which a leaf is gathered to where it is whole: smaller messages cost more than copies."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
@@ -62,15 +59,15 @@ class Native:
 
     @classmethod
     def offer(cls, group: Group, *, asked: bool) -> Offer:
-        """Decide whether this transport can serve a group, which may have asked for it. Collective the first time."""
+        """Decide whether this transport can serve a group; `asked`: it was requested. Collective the first time."""
         return Offer(True, "")
 
     # ---------------------------------------------------------------------------------------------------------- leaves
     def all_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
     ) -> Handle[Tensor]:
-        """Start to gather full leaves into a flat buffer of the bucket, and cast this rank's shards on the way."""
-        # Other members may read the memory of the result, so it must not be written.
+        """Start to gather full leaves into a flat buffer of the bucket; casts this rank's shards to `dtype`."""
+        # The result must not be written: in shared memory, other members read the same buffer.
         memory = memory or Memory(self.device)
         if self._gathers_in_place(bucket, shards, dtype):
             flat = memory.empty(bucket.size, dtype)
@@ -86,8 +83,9 @@ class Native:
     def all_gather_into(
         self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> Handle[Sequence[Tensor]]:
-        """Start to gather full leaves into contiguous tensors of this rank's own; shards may be pieces of these."""
-        # Which collective runs must not follow from addresses: a rank may have its shards there already, others not.
+        """Start to gather full leaves into contiguous tensors of this rank; its shards may be views of these."""
+        # The choice of a collective must not depend on addresses: some ranks may have their shards in place already,
+        # others not. Only the local copy of this rank's own shard does.
         if self._gathers_in_place(bucket, shards, leaves[0].dtype):
             return self._start_in_place(bucket, shards, leaves, Memory(self.device)).then(lambda _: leaves)
         own = buckets.pieces_of(leaves, bucket, self.group.index)
@@ -96,21 +94,22 @@ class Native:
         return rows.then(lambda rows: buckets.fill(rows, list(leaves), bucket, there=there))
 
     def _gathers_in_place(self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype) -> bool:
-        """Whether the backend can gather some leaves to where they are whole."""
+        """Whether the backend can gather some leaves directly into full leaves."""
         ordered = self.group.process_group is not None and self.group.in_order
         if not ordered or not buckets.part(bucket, self.worth // dtype.itemsize).direct:
             return False
-        return not _compat.is_fake(shards[0])  # torch cannot trace a coalesced gather; rows are as many bytes
+        return not _compat.is_fake(shards[0])  # torch can't trace a coalesced all-gather; rows send as many bytes
 
     def _start_in_place(
         self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor], memory: Memory
     ) -> Handle[Sequence[Tensor]]:
-        """Start one collective that gathers leaves in place if it can, at least one, and rows of the others."""
+        """Start one collective that gathers some leaves, at least one, in place, and rows of the others."""
         group = self.group
         dtype = leaves[0].dtype
         direct, others, rest = buckets.part(bucket, self.worth // dtype.itemsize)
         rows = self._rows(rest.width, dtype, memory)
-        # A shard that needs no cast is sent from where it is; the others are copied, all at once.
+        # A shard that needs no cast is sent from its own memory, so the caller must not write it before `wait`. All
+        # other shards are copied at once, into one buffer.
         copied = [i for i in direct if shards[i].dtype != dtype or not shards[i].is_contiguous()]
         sizes = [rest.width, *(shards[i].numel() for i in copied)]
         row, *casts = _compat.fresh((sum(sizes),), dtype, self.device).split(sizes)
@@ -127,7 +126,7 @@ class Native:
         return Handle(works, lambda _: buckets.fill(rows, [leaves[i] for i in others], rest))
 
     def _gather_several(self, outs: Sequence[Tensor], own: Sequence[Tensor]) -> Works:
-        """Starts to fill flat tensors with the data of all members, whose bytes are not counted here."""
+        """Start to fill flat tensors with the data of all members; the caller counts the bytes."""
         assert self.group.process_group is not None
         with among(self.group.ranks):
             work = _compat.all_gather_several([*outs], [*own], group=self.group.process_group)
@@ -149,16 +148,16 @@ class Native:
         memory: Memory | None = None,
         noise: Noise | None = None,
     ) -> Reduction:
-        """Return a sum over the members, of which nothing is sent; `large` leaves are added one by one."""
+        """Return a sum over the members, without sending anything; `large` leaves are added one by one."""
         return RowSum(terms, self, sum_dtype, memory, noise)
 
     def has_slots(self, size: int, *, scatter: bool) -> bool:
-        """Whether a `large` reduction of so many elements has slots: of rows that are sent, no kernel writes any."""
+        """Whether kernels can write terms of a `large` reduction into its send buffer; into rows they can't."""
         return False
 
     # ------------------------------------------------------------------------------------------------------------ rows
     def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
-        """An all-gather of one row [width] from each member."""
+        """Prepare an all-gather of one row [width] from each member."""
         rows = self._rows(width, dtype, memory)
         own = self._own_row(rows)
         return Exchange(own, lambda: Handle(self._gather(own, rows), lambda _: rows))
@@ -170,18 +169,19 @@ class Native:
         return _compat.fresh((rows.shape[1],), rows.dtype, self.device)
 
     def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
-        """An exchange of one row [width] between each two members."""
+        """Prepare an exchange of one row [width] between each pair of members."""
         sent = self._rows(width, dtype, memory)
 
         def send() -> Handle[Rows]:
-            # Not before: while rows are filled, those that an earlier exchange has received may still be in use.
+            # Allocated at the start, not before: until then, rows received by an earlier exchange may still be in use,
+            # and the pool would have to allocate more.
             received = self._rows(width, dtype, memory)
             return Handle(self._all_to_all(sent, received), lambda _: received)
 
         return Exchange(sent, send)
 
     def add_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None, *, scatter: bool) -> Exchange:
-        """The backend's sum of one row [width] from each member, which all receive; with `scatter`, of one for each."""
+        """Prepare a backend sum of one row [width] that all members receive; with `scatter`, one row for each."""
         start = self._reduce_scatter if scatter else self._all_reduce
         members = self.group.size if scatter else 1
         own = (memory or Memory(self.device)).empty(members * width, dtype).view(members, width)
@@ -217,7 +217,7 @@ class Native:
         return memory.empty(size * width, dtype).view(size, width)
 
     def _gather(self, own: Tensor, rows: Tensor) -> Works:
-        """Starts to fill every row with that member's data."""
+        """Start to fill each row with its member's data."""
         group = self.group
         if group.process_group is None or rows.numel() == 0:
             return Works()
@@ -225,7 +225,7 @@ class Native:
         return self._in_order(rows, own, lambda out: self._all_gather_flat(out, own))
 
     def _in_order(self, rows: Tensor, sent: Tensor, start: Callable[[Tensor], dist.Work]) -> Works:
-        """Starts to receive a row of each member. Where members have another order than ranks, it is over on return."""
+        """Start to receive a row from each member; if members aren't in rank order, wait and reorder the rows."""
         group = self.group
         if group.in_order:
             return Works((start(rows),), (sent,), (group.ranks,))
@@ -240,7 +240,7 @@ class Native:
             return _started(_compat.all_gather_single(out.view(-1), own, group=self.group.process_group, async_op=True))
 
     def _all_to_all(self, sent: Tensor, received: Tensor) -> Works:
-        """Starts to send row i to member i, and to receive row i from member i."""
+        """Start to send row i to member i, and to receive row i from it."""
         group = self.group
         if group.process_group is None or sent.numel() == 0:
             received.copy_(sent)
@@ -256,7 +256,7 @@ class Native:
             return _started(dist.all_to_all_single(out, x, *sizes, group=self.group.process_group, async_op=True))
 
     def all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle[Tensor]:
-        """Start an uneven all-to-all: the next `send[i]` rows of x go to member i, `receive[i]` come from it."""
+        """Start an uneven all-to-all: `send[i]` rows of x go to member i, and `receive[i]` come from it, in order."""
         group = self.group
         received = x.new_empty(sum(receive), *x.shape[1:])
         if group.process_group is None:
@@ -280,7 +280,8 @@ class Native:
 
     # -------------------------------------------------------------------------------------------------------- messages
     def send_recv(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle[None]:
-        """Start point-to-point messages of any sizes, in the order in which each peer lists its receives."""
+        """Start point-to-point messages of any sizes."""
+        # Two ranks must list the messages between them in the same order: NCCL matches by order, gloo by tag.
         group = self.group
         if sends:
             record_sent(sum(m.data.nbytes for m in sends), group.axes)
@@ -293,7 +294,7 @@ class Native:
         elif peers:
             ops = [dist.P2POp(dist.irecv, m.data, m.rank, group.process_group, m.tag) for m in receives]
             ops += [dist.P2POp(dist.isend, m.data, m.rank, group.process_group, m.tag) for m in sends]
-            peers = [tuple({rank for several in peers for rank in several})]  # one work may come back for all of them
+            peers = [tuple({rank for several in peers for rank in several})]  # there may be one work for all
             with among(peers[0]):
                 works = dist.batch_isend_irecv(ops)
         buffers = tuple(m.data for m in (*sends, *receives))
@@ -303,11 +304,11 @@ class Native:
 
 # ------------------------------------------------------------------------------------------------------ sums of rows
 class RowSum:
-    """A `Reduction` whose terms are sent as rows, which members or their backend add: see `SumLayout`."""
+    """A `Reduction` whose terms are sent as rows, as a `SumLayout` plans."""
 
     def __init__(
         self,
-        terms: SumLayout,  # how they are sent and added
+        terms: SumLayout,
         transport: Native,
         sum_dtype: torch.dtype,
         memory: Memory | None = None,
@@ -328,7 +329,7 @@ class RowSum:
         self._fill(leaves, terms)
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
-        return None  # rows have pieces of a leaf, and a kernel needs the full one
+        return None  # rows have shards of a leaf, and a kernel writes the full leaf
 
     def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
         handle = self._exchange.start()
@@ -345,15 +346,16 @@ class RowSum:
         assert self._layout.part_width is not None
         parts = self._transport.gather_rows(self._layout.part_width, self._sum_dtype)
         self._layout.sum_part(rows, self._transport.group, parts.own)
-        handle.release()  # before the second round: other members may wait for these rows
+        handle.release()  # before the second round: other members may wait to reuse these rows
         return parts.start().then(lambda rows: self._layout.join(rows, into)).wait()
 
 
 # -------------------------------------------------------------------------------------------------- between two ranks
 def message_limit(group: Group, device: torch.device) -> timedelta | None:
-    """Return the group's current timeout for gloo messages, which otherwise use the one of its creation; else None."""
+    """Return the timeout of messages: the group's current one for gloo, otherwise None."""
+    # Without it, gloo messages use the timeout from the creation of the group.
     if group.process_group is None or backend_of(group.process_group, device.type) != "gloo":
-        return None  # any other backend would have the host wait for the device
+        return None  # with a timeout, other backends would make the host wait for the device
     return _compat.group_timeout(group.process_group)
 
 
@@ -363,26 +365,27 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 def send(m: Message, group: Group) -> dist.Work:
-    """Starts to send a message, whose bytes are not counted."""
+    """Start to send a message, without counting its bytes."""
     with among((m.rank,)):
         return _started(dist.isend(m.data, m.rank, group.process_group, m.tag))
 
 
 def receive(m: Message, group: Group) -> dist.Work:
-    """Starts to receive a message."""
+    """Start to receive a message."""
     with among((m.rank,)):
         return _started(dist.irecv(m.data, m.rank, group.process_group, m.tag))
 
 
 def send_object(value: Any, rank: int, group: Group, device: torch.device) -> None:
-    """Send anything that can be pickled, for `receive_object`; its bytes are not counted."""
+    """Send a picklable value to `receive_object`, without counting its bytes."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     for x in (torch.tensor([data.numel()], device=device), data):
         Works((send(Message(rank, 0, x), group),), (x,), ((rank,),), message_limit(group, device)).wait()
 
 
 def receive_object(rank: int, group: Group, device: torch.device) -> Any:
-    """Receive a value that another rank sends by `send_object`. It is trusted, as all ranks of this program are."""
+    """Receive a value from `send_object`."""
+    # It is unpickled without checks: all ranks run the same program, and trust each other.
     size = torch.zeros(1, dtype=torch.int64, device=device)
     Works((receive(Message(rank, 0, size), group),), (), ((rank,),), message_limit(group, device)).wait()
     data = torch.empty(int(size), dtype=torch.uint8, device=device)

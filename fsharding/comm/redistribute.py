@@ -1,7 +1,4 @@
-"""Move the leaves of a tree between shardings that differ along data axes, in buckets.
-
-Guarantee: values are only moved, except for the requested cast and rounding.
-"""
+"""Move the leaves of a tree between shardings that differ along data axes, in buckets."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,25 +32,28 @@ __all__ = ["BUCKET_BYTES", "in_buckets", "plan_rows", "redistribute", "send", "s
 
 Item = TypeVar("Item")
 
+# Largest bucket of full leaves that is gathered at once; a larger leaf is sent alone.
 BUCKET_BYTES = 32 << 20
-"""Largest bucket of full leaves that is gathered at once; a larger leaf is sent alone."""
+
+# The steps of a leaf to its sharding, and whether it is there already, on the same mesh and with the same placements.
+_Way: TypeAlias = tuple[LeafSteps, bool]
 
 
 class _Sent(NamedTuple):
-    """A leaf, or rows of one, that are sent, or encoded where they are."""
+    """A leaf, or some rows of one, to send, or to encode locally if `steps` is empty."""
 
-    leaf: int  # its number
-    local: Tensor  # local tensor, in any kind of memory
+    leaf: int  # index of the leaf in the tree
+    local: Tensor  # local tensor, in any tier
     steps: LeafSteps
     wire: Wire
-    bytes: int  # of what is received
+    bytes: int  # size of the received data
     home: Tensor | None = None  # memory for the result
     noise: Callable[[], Tensor] | None = None  # draws the numbers for stochastic rounding
-    agreed: Any = None  # what its wire has agreed on
-    is_result: bool = False  # what is received is the result; a leaf that is encoded has it in memory of its own
+    agreed: Any = None  # the result of `Wire.agree`
+    is_result: bool = False  # the received tensor is the result; False if the result is decoded into other memory
 
     def read(self) -> Tensor:
-        """Return the local tensor as it is sent: on the device, unless it is only sliced."""
+        """Return the local tensor in the form that is sent: on the device, unless it is only sliced."""
         sliced = all(step.kind == "slice" for step in self.steps.steps)
         x = self.local if sliced else on_device(self.local, self.steps.source.device_type)
         return x.to(self.wire.dtype) if isinstance(self.wire, Plain) else x
@@ -61,7 +61,7 @@ class _Sent(NamedTuple):
 
 def memory_for(x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return memory for a result: the local tensor of `x` if shape and dtype match, else a new tensor."""
-    # The outcome may differ between ranks, so it must not influence which leaves are sent together.
+    # The outcome may differ between ranks, so it must not influence which leaves are batched.
     local = local_of(x) if isinstance(x, DTensor) else None
     if local is not None and local.dtype == dtype and local.shape == shape and local.is_contiguous():
         return local
@@ -70,20 +70,22 @@ def memory_for(x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch
 
 @public
 def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tree = None) -> Tree:
-    """Move a tree of DTensors to other shardings on its mesh, by slices and all-gathers along data axes.
+    """Move a tree of DTensors to different shardings on its mesh, by slices and all-gathers along data axes.
+
+    Collective over the mesh. To change the mesh or shard over model axes, use `fs.reshard`.
 
     Args:
-        values: tree of DTensors; plain tensors stay where they are. Nothing may be partial.
-        shardings: tree of `NamedSharding`; None leaves a leaf as it is.
-        dtypes: tree of dtypes of the result; None keeps a leaf's own.
-        into: tree of DTensors in the new shardings, whose memory a gather may fill and hand on as its result.
+        values: Tree of DTensors without partial sums; plain tensors are returned unchanged.
+        shardings: Tree of `NamedSharding`, such as `layout.main`; None keeps a leaf's sharding.
+        dtypes: Tree of result dtypes; None keeps a leaf's dtype.
+        into: Tree of DTensors in the new shardings. Their memory may be overwritten and returned as the result.
 
     Returns:
-        The tree in its new shardings; slices are views of the input, everything else is new.
+        The tree in its new shardings. Slices are views of the input; everything else is new, or in memory of `into`.
 
     Raises:
-        LayoutError: a leaf would have to move along an axis that is not a data axis, or between meshes.
-        TreeError: the trees do not match.
+        LayoutError: A leaf would have to move along an axis that isn't a data axis, or to a different mesh.
+        TreeError: The trees don't match.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
@@ -105,10 +107,10 @@ def send(
     wires: Sequence[LeafWire | None] | None = None,
     native: bool = False,
 ) -> Handle[Tree]:
-    """Start a `redistribute` in a queue, as far as it has room, with sums and encodings on the way."""
-    # Values must not change before `wait`. `sources`: shardings of values that are unreduced; they are summed on their
-    # way, natively if `native`, and their local tensors may be overwritten. `wires`: by leaf, how it is rounded on its
-    # way; None if it is only cast, or this rank has no part of it.
+    """Start a `redistribute` in a queue, as far as its limit allows; leaves may also be summed or quantized."""
+    # The caller must not write to `values` before `wait` returns: a bucket that is still queued reads them when it
+    # starts. `sources`: shardings of unreduced values, which are summed (by the backend if `native`) and whose local
+    # tensors may be overwritten. `wires`: how each leaf is quantized; None if it is only cast, or has no local shard.
     leaves, spec = tree.flatten(values)
     targets = tree.flatten_up_to(spec, shardings, ("values", "shardings"))
     nothing = [None] * len(leaves)
@@ -122,39 +124,41 @@ def send(
             sending.result[i] = leaf if dtype is None else leaf.to(dtype)
             continue
         if not isinstance(target, NamedSharding):
-            raise refuse("shardings", target, "Give a tree of NamedShardings, such as layout.main.")
+            raise refuse("shardings", target, "Pass a tree of NamedShardings, such as layout.main.")
         way = _way(leaf, target, given[i])
         if way is None:
             wrong.append(i)
             continue
         local = local_of(leaf)
         wire = None if wires is None else wires[i]
-        # If a tier fails, what the result would overwrite is still needed.
+        # If a read from a tier may fail, `into` must stay intact: the caller still needs its values then.
         fails = tier_of(local, leaf.device_mesh.device_type).can_fail
         reuses = into is not None and home_of(target) is DEVICE and not fails
         sending.add(i, leaf, way, dtype or local.dtype, wire, homes[i], reuses=reuses)
     if wrong:
-        text = "moves reduced leaves along data axes of one mesh only."
+        text = "moves leaves without partial sums, along data axes of one mesh only."
         named = tree.paths(values)
         rows = [f"{named[i]}: from {sharding_of(leaves[i])} to {targets[i].simplified()}" for i in wrong]
-        raise LayoutError(message(text, rows))
+        raise LayoutError(message(text, rows, "Call fs.reshard(values, layout) for a different mesh or model axes."))
     return sending.start(queue).then(lambda _: tree.unflatten(spec, sending.rebuilt()))
 
 
 class _Sending:
-    """Leaves of a tree that are sent, and their results."""
+    """The leaves of a tree that are sent, and their results."""
 
     def __init__(self, leaves: Sequence[Any], targets: Sequence[Any], *, native: bool) -> None:
-        self.result = list(leaves)  # of each leaf; until it is there, the leaf
+        self.result = list(leaves)  # each entry is the input leaf until its result replaces it
         self._targets = targets
         self._native = native
         self._sent: list[_Sent] = []
-        self._ends: dict[int, Tensor] = {}  # results of leaves that are encoded on their way, until they are placed
+        # Local results of quantized leaves, by leaf. Several buckets fill the rows of one, so it becomes a DTensor, in
+        # the tier of its target, only in `rebuilt`, when all of them have finished.
+        self._ends: dict[int, Tensor] = {}
 
     def add(
         self, i: int, leaf: DTensor, way: _Way, dtype: torch.dtype, wire: LeafWire | None, home: Any, *, reuses: bool
     ) -> None:
-        """Plan how a leaf is sent; one that stays is placed now. With `reuses`, the memory of `home` may be used."""
+        """Plan how a leaf is sent; return one that needs no steps at once. `reuses`: `home` may be overwritten."""
         local = local_of(leaf)
         steps, stays = way
         device_type = leaf.device_mesh.device_type
@@ -175,18 +179,18 @@ class _Sending:
         self._sent.append(_Sent(i, local, steps, plain, steps.size * dtype.itemsize, room, is_result=True))
 
     def start(self, queue: BucketQueue) -> Handle[None]:
-        """Encode leaves that stay, and queue the others. Return a handle that waits for all."""
+        """Encode leaves without steps, and queue the others; the handle waits for all."""
         last: Handle[None] = done(lambda: None)
-        # Nothing is in a bucket before all ranks have agreed how leaves are encoded.
+        # `agree` is a collective of its own: it runs for all leaves before the first bucket starts, on every rank.
         batches = _batches(self._agreed())
-        self._sent = []  # a bucket that has been sent lets its shards go
+        self._sent = []  # only batches refer to shards from here on, so each shard is freed with its bucket
         for batch in batches:
             last = queue.add(sum(s.bytes for s in batch), functools.partial(self._start, batch))
         return last
 
     @torch.no_grad()
     def _agreed(self) -> list[_Sent]:
-        """Agree on how leaves are encoded, all at once; encode those that stay, and return the others."""
+        """Agree on the scales of all leaves in one call, encode leaves without steps, and return the others."""
         sent = self._sent
         encoded = [i for i, s in enumerate(sent) if not isinstance(s.wire, Plain)]
         if encoded:
@@ -200,7 +204,7 @@ class _Sending:
         return [s for s in sent if s.steps.steps]
 
     def _start(self, batch: list[_Sent]) -> Handle[None]:
-        """Start to send leaves together, or encode them where they are."""
+        """Start to send the leaves of a batch, or encode them locally if they have no steps."""
         mesh = batch[0].steps.source.mesh
         move = Move(mesh, tuple(s.steps for s in batch), tuple(s.wire for s in batch), batch[0].wire.dtype)
         homes = [s.home for s in batch if s.home is not None] or None
@@ -223,14 +227,16 @@ class _Sending:
         self.result[i] = placed(local, target, tuple(self.result[i].shape))
 
     def rebuilt(self) -> list[Any]:
-        """Return all results, when the handle has been waited for."""
+        """Return all results, once the handle has been waited for."""
         for i, local in self._ends.items():
             self._place(i, local)
         return self.result
 
 
 def _batches(sent: Sequence[_Sent]) -> list[list[_Sent]]:
-    """Which leaves are sent together, in the order in which they are."""
+    """Batch the leaves that can share a collective, in the order in which the collectives start on every rank."""
+    # The key and `bytes` must be equal on all ranks, so neither depends on sizes of local shards or on addresses.
+    # Whether there is a `home` follows from `into` and tiers, which ranks share; what memory it is may differ.
     groups: dict[tuple[Any, ...], list[_Sent]] = {}
     for s in sent:
         key = s.steps.source.mesh, kinds_of(s.steps.steps), s.wire, s.home is None, s.is_result
@@ -238,19 +244,12 @@ def _batches(sent: Sequence[_Sent]) -> list[list[_Sent]]:
     return [batch for group in groups.values() for batch in in_buckets(group, lambda s: s.bytes, BUCKET_BYTES)]
 
 
-class _Way(NamedTuple):
-    """How a leaf gets from one sharding to another."""
-
-    steps: LeafSteps
-    stays: bool  # the leaf is there already
-
-
-def _way(leaf: DTensor, target: NamedSharding, term: NamedSharding | None) -> _Way | None:
-    """Return how a leaf, or a term of one, gets to a sharding; None if no steps along data axes lead there."""
-    if term is not None:
-        return _Way(steps_of(term.slice_of_mesh(), target.slice_of_mesh(), tuple(leaf.shape)), False)
+def _way(leaf: DTensor, target: NamedSharding, partial: NamedSharding | None) -> _Way | None:
+    """Return how a leaf, unreduced if `partial` is given, gets to a sharding; None if no data-axis steps lead there."""
+    if partial is not None:
+        return steps_of(partial.slice_of_mesh(), target.slice_of_mesh(), tuple(leaf.shape)), False
     base = mesh_view.base(leaf.device_mesh)
-    # A cache of a mesh holds no other mesh, also none that is equal.
+    # A cache lives in its mesh, so it must not refer to a second mesh, even an equal one: it would keep that alive.
     find = _cached_way if (base.whole or base.mesh) is target.mesh else _find_way
     return find(target, sharding_of(leaf), tuple(leaf.shape))
 
@@ -258,9 +257,9 @@ def _way(leaf: DTensor, target: NamedSharding, term: NamedSharding | None) -> _W
 def _find_way(target: NamedSharding, source: NamedSharding, shape: tuple[int, ...]) -> _Way | None:
     rest = target.simplified()
     if not is_member(rest.mesh):
-        return _Way(LeafSteps(rest, rest, shape, ()), False)
+        return LeafSteps(rest, rest, shape, ()), False
     stays = (source.mesh, rest.placements()) == (rest.device_mesh(), source.placements())
-    # On the slices of the mesh that own an assigned leaf, it is cut as any other.
+    # On the slices of the mesh that own an assigned leaf, it is sharded like any other.
     target = rest.slice_of_mesh()
     source = replace(source, mesh=target.mesh) if rest.assigned else source
     if source.mesh != target.mesh or source.owned != target.owned or source.partial:
@@ -268,7 +267,7 @@ def _find_way(target: NamedSharding, source: NamedSharding, shape: tuple[int, ..
     steps = steps_of(replace(source, mesh=target.mesh), target, shape)
     if any(axis not in source.data_axes for step in steps.steps for axis in step.axes):
         return None
-    return _Way(steps, stays)
+    return steps, stays
 
 
 _cached_way = cache_on_its_mesh()(_find_way)
@@ -276,7 +275,7 @@ _cached_way = cache_on_its_mesh()(_find_way)
 
 # ---------------------------------------------------------------------------------------------------- encoded leaves
 class RowPart(NamedTuple):
-    """Rows of a stack that one wire sends: from `start` to `stop` in the shard and in the result."""
+    """The rows [start, stop) of a stacked leaf that are sent by one wire."""
 
     start: int
     stop: int
@@ -285,15 +284,14 @@ class RowPart(NamedTuple):
 
 
 def sends_encoded(steps: LeafSteps, kept: Sequence[int] | None) -> bool:
-    """Whether a leaf is sent by its wire: in one gather, which does not join rows of a stack some of which are kept."""
+    """Whether a leaf is quantized before it is sent: one gather leads there, not of rows with different wires."""
     kinds = [(step.kind, step.dim) for step in steps.steps]
     return len(kinds) == 1 and kinds[0][0] == "gather" and not (kept is not None and kinds[0][1] == 0)
 
 
 def plan_rows(steps: LeafSteps, wire: Wire, kept: tuple[int, ...]) -> tuple[RowPart, ...]:
-    """Split a leaf that is one gather away, or stays, into parts of one wire, each at most a bucket or one row."""
-    # Layers of a stack share nothing that ranks agree on, so a stack can be split. `kept`: rows of this rank that are
-    # sent in the dtype of the wire.
+    """Split a leaf that takes one gather or no step into parts with one wire each, of at most a bucket or one row."""
+    # Layers of a stack share no scales, so splitting changes no bit. `kept`: rows of this rank that aren't quantized.
     return _plan_rows(steps.source.mesh, steps, wire, kept, BUCKET_BYTES)
 
 
@@ -317,29 +315,29 @@ def _plan_rows(mesh: Mesh, steps: LeafSteps, wire: Wire, kept: tuple[int, ...], 
 
 
 def _of_rows(sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of the rows that a rank has, as a leaf of their own."""
+    """Return the sharding of this rank's rows as a separate leaf."""
     owned = tuple(axis for axis in sharding.owned if axis not in sharding.spec.axes(0))
     return replace(sharding, spec=sharding.spec.replace(0, ()), owned=owned)
 
 
 def _encoded(leaf: int, shard: Tensor, steps: LeafSteps, sent: LeafWire, home: Any) -> tuple[list[_Sent], Tensor]:
-    """Split a leaf into parts that are sent to the result, or encoded where they are if it gets there otherwise."""
+    """Split a leaf into parts to send quantized, or to encode locally if the leaf is sent differently afterwards."""
     there = steps if sends_encoded(steps, sent.kept) else steps_of(steps.source, steps.source, steps.shape)
     home = home if there is steps or not steps.steps else None
     result = memory_for(home, there.received, sent.wire.dtype, shard.device)
     parts = list[_Sent]()
     for start, stop, of_rows, wire in plan_rows(there, sent.wire, sent.kept or ()):
-        # A shard whose rows are gathered is one part, with more rows in the result.
-        whole = of_rows == there
-        into = result if whole else result[start:stop]
+        # If rows are gathered (dim 0), the leaf is one part, and the result has more rows than the shard.
+        is_all = of_rows == there
+        into = result if is_all else result[start:stop]
         noise = None if sent.noise is None else functools.partial(sent.noise, start, stop)
-        local = shard if whole else shard[start:stop]
+        local = shard if is_all else shard[start:stop]
         parts.append(_Sent(leaf, local, of_rows, wire, of_rows.parts(wire).bytes, into, noise))
     return parts, result
 
 
 def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = BUCKET_BYTES) -> Iterator[list[Item]]:
-    """Cut a sequence, in order, into buckets of at most some bytes; what is larger is in one of its own."""
+    """Split a sequence, in order, into buckets of at most `limit` bytes; a larger item has a bucket to itself."""
     bucket = list[Item]()
     held = 0
     for move in moves:

@@ -1,7 +1,6 @@
 """Sum over the members of a group in a fixed order, for any transport that can send rows.
 
-Guarantee: a sum adds its terms in one balanced tree over the members, whichever member adds them and however they are
-sent. k rows in one buffer take log2(k) additions, each of all pairs of a level; separate rows take k - 1.
+Guarantee: terms are added in one balanced tree over the members, whichever member adds them and however they are sent.
 """
 
 from __future__ import annotations
@@ -23,30 +22,27 @@ from fsharding.comm.bucket import Bucket
 from fsharding.comm.handles import Rows
 from fsharding.mesh.device_mesh import Group, index_of
 
-__all__ = [
-    "Fill", "Noise", "SumLayout", "copy_terms", "plain_terms", "sum_pieces", "sum_rows", "sums_at_once",
-]  # fmt: skip
+__all__ = ["Fill", "Noise", "SumLayout", "copy_terms", "plain_terms", "sum_rows", "sums_at_once"]
 
+# Returns the numbers in [0, 1) for stochastic rounding of leaf i or its term; see `formats.philox.uniform_at`.
 Noise: TypeAlias = Callable[[int], Tensor]
-"""The numbers in [0, 1) by which a leaf or a term is rounded, by its number; see `formats.philox.uniform_at`."""
 
+# A sum of at most this many elements is one all-gather, after which every rank adds all terms itself. All terms
+# together may have at most `_SMALL_TERMS` elements, which 64 members reach.
 _SMALL = 1 << 14
-"""Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
-
 _SMALL_TERMS = 1 << 20
-"""Up to so many elements of all terms together. 64 members reach it with `_SMALL`."""
 
+# Elements of rows that are added at a time if partial sums need separate memory.
 _BLOCK = 1 << 20
-"""Elements of rows that are added at a time where partial sums need memory of their own."""
 
 
 def sum_rows(
     rows: Rows, terms: Sequence[int], dtype: torch.dtype, *, out: Tensor | None = None, donate: bool = False
 ) -> Tensor:
-    """Add rows, [members, width] or as many [width], in the order of `terms`, pairwise in a balanced tree."""
+    """Add rows, [members, width] or a list of [width], in the order of `terms`, pairwise in a balanced tree."""
     # A tree over 4 ranks is the sum of two trees over 2, so sums taken in one step or axis by axis agree bitwise when
-    # sizes are powers of two. Rows in one buffer take one addition for each level of the tree, of all pairs at once.
-    # Partial sums are in float32 at least, and rounded once. `donate`: a buffer of rows may be overwritten.
+    # sizes are powers of two. Rows in one buffer take log2(k) additions, each of all pairs of a level; separate rows
+    # take k - 1. Partial sums are in float32 at least and rounded once. `donate`: a buffer of rows may be overwritten.
     if len(terms) > 1 and (among := wide(dtype)) != dtype:
         total = sum_rows(rows, terms, among, donate=donate)
         return total.to(dtype) if out is None else out.copy_(total)
@@ -65,12 +61,12 @@ def sum_rows(
 
 
 def _sum_levels(rows: Tensor, terms: Sequence[int], dtype: torch.dtype, out: Tensor, *, donate: bool) -> Tensor:
-    """`sum_rows` of a buffer, level by level, a range of columns at a time where partial sums need memory."""
+    """Add rows of a buffer level by level, in ranges of columns if partial sums need memory."""
     if terms != range(len(rows)):
         rows = rows.index_select(0, index_of(terms, rows.device))
         donate = True
     width = rows.shape[1]
-    in_one = (donate and rows.dtype == dtype) or _compat.is_fake(rows)  # partial sums without values take no memory
+    in_one = (donate and rows.dtype == dtype) or _compat.is_fake(rows)  # fake partial sums take no memory
     columns = max(1, width if in_one else _BLOCK // len(rows))
     for start in range(0, width, columns):
         left, right = _last_two(rows[:, start : start + columns], dtype, donate=donate)
@@ -84,8 +80,8 @@ def _sum_levels(rows: Tensor, terms: Sequence[int], dtype: torch.dtype, out: Ten
 
 def _last_two(rows: Tensor, dtype: torch.dtype, *, donate: bool) -> tuple[Tensor, Tensor]:
     """Return the two terms of the last addition of the tree over at least two rows, in their order."""
-    # Each iteration adds all pairs of neighbors at once. `rest` is an unpaired last term; it is added at the next level
-    # that leaves a partner for it.
+    # Each iteration adds all pairs of neighbors at once. `rest` is an unpaired last term: it joins the next level with
+    # an odd number of sums, which is where the recursive tree of separate rows adds it too.
     count = len(rows)
     rest = rows[-1] if len(rows) % 2 else None
     if count == 2:
@@ -106,16 +102,11 @@ def _last_two(rows: Tensor, dtype: torch.dtype, *, donate: bool) -> tuple[Tensor
     return (sums[0], sums[1]) if rest is None else (sums[0], rest)
 
 
-def sum_pieces(
-    rows: Rows,
-    bucket: Bucket,
-    member: int,
-    terms: Sequence[int],
-    dtype: torch.dtype,
-    into: Sequence[Tensor] | None,
+def _sum_shards(
+    rows: Rows, bucket: Bucket, member: int, terms: Sequence[int], dtype: torch.dtype, into: Sequence[Tensor] | None
 ) -> list[Tensor]:
-    """`sum_rows` of the pieces of a member, each into its tensor of `into`; rows in one buffer are overwritten."""
-    # Sums of short rows are copied faster than views are made, so they are other tensors than those of `into`.
+    """Sum the shards of a member, each into its tensor of `into`; rows in one buffer are overwritten."""
+    # Short rows are summed at once into a new tensor, which the caller copies to `into`: faster than one view per leaf.
     if into is None or rows[0].numel() <= _SMALL:
         return buckets.piece_views(sum_rows(rows, terms, dtype, donate=True), bucket, member)
     if isinstance(rows, Tensor):
@@ -128,7 +119,7 @@ def sum_pieces(
 
 
 def copy_terms(slots: Sequence[Tensor], terms: Sequence[Tensor | None]) -> None:
-    """Copies terms to where they are sent from; None counts as zeros."""
+    """Copy terms into their slots of a send buffer; None counts as zeros."""
     pairs = list(zip(slots, terms, strict=True))
     _compat.foreach_zero_([slot for slot, x in pairs if x is None])
     given = [(slot, x) for slot, x in pairs if x is not None]
@@ -136,55 +127,56 @@ def copy_terms(slots: Sequence[Tensor], terms: Sequence[Tensor | None]) -> None:
 
 
 def sums_at_once(n: int, members: int) -> bool:
-    """Whether every member gets all terms of a sum and adds them, instead of adding a part and gathering the parts."""
-    # It saves one communication round. For two members it sends no more bytes and touches less memory; with many, every
-    # member would receive all terms, so it is for small sums only.
+    """Return whether every member receives and adds all terms, instead of adding a part and gathering the parts."""
+    # This saves a communication round. For two members it sends no more bytes and touches less memory; for more members
+    # it sends more bytes, so it is limited to small sums.
     return members <= 2 or (n <= _SMALL and n * members <= _SMALL_TERMS)
 
 
 # ------------------------------------------------------------------------------------------------- terms that are sent
+# Copies terms of some leaves into the send buffer; None counts as zeros.
 Fill: TypeAlias = Callable[[Sequence[int], Sequence[Tensor | None]], None]
-"""Copies the terms of some leaves to where they are sent from; None counts as zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumLayout(ABC):
-    """How the terms of some leaves are sent, and how received rows of them are added."""
+    """The layout in which terms of leaves are sent, and how received rows are added."""
 
-    bucket: Bucket  # the leaves; if members get the sums of full leaves, as the one that adds them has them
-    dtype: torch.dtype  # of what is sent
-    scatter: bool  # each member gets the sums of its own pieces; else all get the sums of full leaves
-    width: int  # elements of a row: what is sent to a member
-    # elements of the sums that a member adds for all, which takes a second round, a gather of these sums; None where a
-    # member receives all the terms that it wants the sum of
+    # Three schemes: `scatter`, each member receives and adds the terms of its shards; `at_once`, every member receives
+    # all terms; else in two rounds, each member adds the part [part_width] of the leaves, then the parts are gathered.
+
+    bucket: Bucket  # the leaves as a member adds them: its shards of them, or full
+    dtype: torch.dtype  # dtype of a row
+    scatter: bool  # members get the sums of their shards; otherwise all get the sums of full leaves
+    width: int  # elements of a row, which is what each member is sent
     part_width: int | None = None
     native: bool = False  # the backend adds the terms, in its own order and in `dtype`
-    as_is: bool = False  # a term is sent as it lies in a full leaf: others may read it, and kernels write it, there
+    as_is: bool = False  # a full leaf is a valid send buffer: kernels may write it, and other processes read it, there
 
     @property
     def at_once(self) -> bool:
-        """Whether all members are sent the same row."""
+        """Whether all members receive the same row from this one."""
         return not self.scatter and self.part_width is None
 
     @abstractmethod
     def filling(self, own: Tensor, noise: Noise | None) -> Fill:
-        """Return what fills the rows `own` that are sent: [members, width], or [width] if all members get the same."""
+        """Return the function that fills the send buffer `own`: [members, width], or [width] if `at_once`."""
 
     @abstractmethod
     def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """Add rows, one from each member; a buffer may be overwritten. Return sums of leaves, or of own pieces."""
+        """Return the sums of leaves, or of this member's shards, from one row of each member; may overwrite rows."""
 
     @abstractmethod
     def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
-        """Add received rows into the part [part_width] that this member adds for all."""
+        """Add received rows into this member's part [part_width]."""
 
     @abstractmethod
     def join(self, rows: Rows, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """Make the sums of leaves of the parts of all members; `into` is as in `sum`."""
+        """Return the sums of leaves from the parts of all members."""
 
 
 class PlainTerms(SumLayout):
-    """Terms that are sent in a dtype. If members add in parts, all leaves are cut as one flat row."""
+    """Terms that are sent in a dtype; with two rounds, the leaves are split into parts as one flat row."""
 
     def filling(self, own: Tensor, noise: Noise | None) -> Fill:
         slots = self.bucket.slots
@@ -198,15 +190,15 @@ class PlainTerms(SumLayout):
 
     def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
         member = group.index if self.scatter else 0
-        if self.native:  # one row, of which nothing is left to add
+        if self.native:  # one row: the sum
             return buckets.piece_views(rows[0].to(dtype), self.bucket, member)
-        return sum_pieces(rows, self.bucket, member, group.terms, dtype, into)
+        return _sum_shards(rows, self.bucket, member, group.terms, dtype, into)
 
     def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
         sum_rows(rows, group.terms, own.dtype, out=own, donate=True)
 
     def join(self, rows: Rows, into: Sequence[Tensor] | None) -> list[Tensor]:
-        # Rows in one buffer are the flat sums already.
+        # If rows are one buffer, it has the sums of all leaves in a row.
         flat = rows.view(-1) if isinstance(rows, Tensor) else torch.cat([*rows])
         return buckets.piece_views(flat, self.bucket, 0)
 
@@ -220,7 +212,7 @@ def plain_terms(
     scatter: bool,
     native: bool = False,
 ) -> SumLayout:
-    """Lay out terms that are sent in a dtype: (shape, sharded dim) of each; the dim counts with `scatter` only."""
+    """Lay out terms, each a (shape, sharded dim), that are sent in a dtype; the dim is used by `scatter` only."""
     members = math.prod(axis_sizes)
     native = native and members > 1
     kind = functools.partial(PlainTerms, dtype=dtype, scatter=scatter, native=native, as_is=not native)

@@ -1,7 +1,6 @@
 """One number that a step adds to sums it computes anyway: does a rank want to stop, and do ranks differ?
 
-Guarantee: each rank's bit is read once per step, so ranks that stepped together agree; no byte is sent for a hash
-alone.
+Guarantee: each rank's bit is read once per step, so ranks that stepped together agree on whether to stop.
 """
 
 from __future__ import annotations
@@ -29,39 +28,39 @@ __all__ = [
     "SAME_ROWS", "StepAgreement", "checks_plans", "compare_facts", "compare_plans", "comparison_of", "numbers_of_all",
 ]  # fmt: skip
 
+# Axes along which ranks read the same rows.
 SAME_ROWS = ("pp", "tp")
-"""Axes along which ranks read the same rows."""
 
+# Integers of up to this many bits are exact in a float64 sum.
 _EXACT = 52
-"""Bits of the largest integer of a sum in float64."""
 
 
 class StepAgreement:
-    """The number of a step, which is added to sums that the step takes anyway."""
+    """The number of a step, which is part of sums that the step computes anyway."""
 
     # A sum that includes `as_term` passes its result to `summed`. The term is computed once, before the first sum:
     # computed again, ranks that have already summed together could add different terms to a later sum over other axes.
+    # How it is encoded: ranks that must agree on a hash h multiply it by factors that add up to 0, so the sum of their
+    # terms is 0 if all hashes are equal. Bits to stop are added below `unit`, which is above any sum of them.
 
     __slots__ = ("_bit", "_coding", "_count", "_mesh", "_rows", "_total", "axes", "order")
 
     def __init__(
         self, mesh: Mesh, bit: Tensor | None = None, *, axes: Sequence[str] | None = None, rows: Tensor | None = None
     ) -> None:
-        # `bit`: whether this rank wants to stop, float64, 0-d; read when the term is made if None. `axes`: over which
-        # it is summed; by default all of the mesh. `rows`: the hash of the rows that this rank reads, int64, 0-d,
-        # which ranks along `SAME_ROWS` share; None where it is not compared.
         self._mesh = mesh
-        self._bit = bit
-        self._rows = rows
-        # The axes over which the term has not been summed yet.
+        self._bit = bit  # whether this rank wants to stop, float64, 0-d; None reads it when the term is computed
+        self._rows = rows  # hash of this rank's rows, int64, 0-d, equal along `SAME_ROWS`; None compares none
+        # Axes over which the term has not been summed yet; by default it is summed over all axes of the mesh.
         self.axes = _large(mesh) if axes is None else tuple(axes)
         self._coding = _coding(mesh, self.axes)
         self._count: Tensor | None = None
         self._total: Tensor | None = None
-        self.order: UnitOrder | None = order_here()  # of the units of the call; None where one rank is alone
+        self.order: UnitOrder | None = order_here()  # order of the call's units; None if one rank is alone
 
     def as_term(self, device: torch.device) -> Tensor:
-        """Return the partial sum so far, float64, 0-d. At the first call all units have been noted."""
+        """Return the partial sum so far, float64, 0-d."""
+        # The first call ends the hash of the units, so every unit must have been noted by then.
         if self._count is None:
             self._count = self._own(device)
         return self._count
@@ -83,12 +82,12 @@ class StepAgreement:
         return term
 
     def summed(self, count: Tensor, axes: Sequence[str]) -> None:
-        """Takes the sum of `as_term` over some axes."""
+        """Store the sum of `as_term` over some axes."""
         self._count, self.axes = count, tuple(axis for axis in self.axes if axis not in axes)
 
     def _sum(self, device: torch.device) -> Tensor:
-        """Sum over all axes."""
-        # Axes over which the step has taken no sum, as with a custom loss function, get one of their own.
+        """Return the sum over all axes."""
+        # The step may not have summed over some axes, for example with a custom loss function: sum over these now.
         if self._total is None:
             count = self.as_term(device)
             if self.axes:
@@ -97,20 +96,20 @@ class StepAgreement:
         return self._total
 
     def stops(self, device: torch.device) -> Tensor:
-        """How many ranks want to stop: float64, 0-d."""
+        """Return the number of ranks that want to stop: float64, 0-d."""
         return torch.remainder(self._sum(device), float(self._coding.unit))
 
     def alike(self, device: torch.device) -> Tensor:
-        """Whether ranks that have to do the same did: bool, 0-d, the same on all ranks."""
+        """Return whether all hashes that must agree do: bool, 0-d, equal on all ranks."""
         total = self._sum(device)
         return (total >= 0) & (total < float(self._coding.unit))
 
     def settle(self, device: torch.device) -> None:
-        """Ends the step."""
+        """End the step with its decision to stop."""
         preemption.agree(self.stops(device))
 
     def refuse_unlike(self) -> None:
-        """Refuse ranks that did not do the same, if the sum is in memory of the host; on a device it stays."""
+        """Raise if hashes differ. A sum on a device isn't read, since the host would have to wait for it."""
         count = self._count
         if count is None or count.device.type != "cpu" or _compat.is_fake(count):
             return
@@ -119,8 +118,8 @@ class StepAgreement:
 
 
 def comparison_of(mesh: Mesh) -> Comparison | None:
-    """Return how ranks that gather the same units compare hashes at once; None if one rank is alone."""
-    # Stages of a pipeline gather other units, so on a mesh with `pp` only data ranks compare.
+    """Return how ranks that gather the same units compare hashes immediately; None if one rank is alone."""
+    # Stages of a pipeline gather different units, so on a mesh with `pp` only data ranks compare.
     group = everyone(mesh) if abstract(mesh).axis_size("pp") == 1 else axis_group(mesh, data_axes(mesh))
     if group.process_group is None or is_fake_world():
         return None
@@ -128,14 +127,14 @@ def comparison_of(mesh: Mesh) -> Comparison | None:
 
 
 def checks_plans() -> bool:
-    """Whether plans are checked before they are run: inside `fs.debug.compare_units`."""
+    """Return whether plans are checked before they run, which they are inside `fs.debug.compare_units`."""
     order = order_here()
     return order is not None and order.compares_plans
 
 
 def compare_plans(group: Group, device_type: str, outline: str) -> None:
     """Check that members of a group plan the same collective. Collective."""
-    # The outline tells what is sent together and in which order: never by a rank's own sizes or memory.
+    # The outline has only what must be equal on all ranks: neither sizes of local shards nor memory.
     if group.process_group is not None and not is_fake_world():
         own = digest(outline)
         assert all(other == own for other in _numbers_of(group, device_type, own)), f"{group.ranks} differ: {outline}"
@@ -143,7 +142,7 @@ def compare_plans(group: Group, device_type: str, outline: str) -> None:
 
 def compare_facts(facts: Mapping[str, str], mesh: Mesh) -> dict[int, dict[str, str]]:
     """Compare facts over the ranks of a mesh, as `consistency.compare` does. Collective."""
-    # If these are all ranks there are, they first make sure that they are in the same call.
+    # A mesh of all ranks first checks that all of them are in the same call, by `meet`.
     ranks = everyone(mesh)
     ask = meet if ranks.size == world_size() else None
     device = getattr(mesh, "device_type", "cpu")
@@ -151,7 +150,7 @@ def compare_facts(facts: Mapping[str, str], mesh: Mesh) -> dict[int, dict[str, s
 
 
 def numbers_of_all(mesh: Mesh, own: int) -> dict[int, int]:
-    """Gather a 64-bit number of every rank of a mesh, by global rank. Collective; fake ranks have this one's."""
+    """Gather a 64-bit number from every rank of a mesh, by global rank. Collective. Fake ranks have this rank's."""
     group = everyone(mesh)
     if group.process_group is None or is_fake_world():
         return dict.fromkeys(group.ranks, own)
@@ -160,19 +159,19 @@ def numbers_of_all(mesh: Mesh, own: int) -> dict[int, int]:
 
 
 def _numbers_of(group: Group, device: str, own: int) -> list[int]:
-    """Gather a number of every rank of a group, in its order. Collective."""
+    """Gather a number from every rank of a group, in the order of its members. Collective."""
     assert group.process_group is not None
     return gather_numbers(own, group.size, group.process_group, device)
 
 
 class _Coding(NamedTuple):
-    """Where the numbers are in a sum."""
+    """How numbers are encoded in a sum."""
 
-    axes: tuple[str, ...]  # of the sum
-    unit: int  # what hashes are multiplied with: a power of two above the number of ranks
-    mask: int  # of the bits of a hash that are summed
-    units: int  # the factor of the hash of units on this rank
-    rows: int  # the factor of the hash of rows
+    axes: tuple[str, ...]  # axes of the sum
+    unit: int  # factor of all hashes: a power of two above the number of ranks
+    mask: int  # the bits of a hash that are summed
+    units: int  # this rank's factor of the hash of units
+    rows: int  # this rank's factor of the hash of rows
 
 
 @cache_on_mesh(256)
@@ -181,14 +180,15 @@ def _coding(mesh: Mesh, axes: tuple[str, ...]) -> _Coding:
     own = coordinate(mesh)
     sizes = {axis: shape.axis_size(axis) for axis in axes}
     ranks = math.prod(sizes.values())
-    # Each rank adds less than 2 (m - 1) hashes to the magnitude of a sum, of each of two hashes.
+    # Of m ranks that share a hash, the first has the factor m - 1 and the others -1: together at most 2 (m - 1) hashes
+    # in magnitude, for each of the two kinds. The mask keeps all sums exact in float64, in any order of additions.
     bits = max(_EXACT - 2 - 2 * ranks.bit_length(), 8)
 
     def factor(shared: Sequence[str]) -> int:
         members = math.prod(sizes[axis] for axis in shared)
         return members - 1 if not any(own.get(axis, 0) for axis in shared) else -1
 
-    # Stages of a pipeline gather other units.
+    # Stages of a pipeline gather different units.
     units = factor([axis for axis in axes if axis != "pp"])
     rows = factor([axis for axis in axes if axis in SAME_ROWS])
     return _Coding(axes, 1 << ranks.bit_length(), (1 << bits) - 1, units, rows)

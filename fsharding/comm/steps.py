@@ -1,15 +1,12 @@
-r"""The steps between two shardings of a leaf that differ along data axes.
+r"""Plan the steps between two shardings of a leaf that differ along data axes.
 
-Along one axis:
+    from \ to            full          sharded on dim d    sharded on dim e      unreduced
+    full                 -             slice d             slice e               not possible
+    sharded on dim d     gather d      -                   gather d, slice e     not possible
+    unreduced            sum           scatter d           scatter e             -
 
-    from \ to            full        sharded over dim d        sharded over dim e    unreduced
-    full                 -           slice d                   slice e               not possible
-    sharded over dim d   gather d    -                         gather d, slice e     not possible
-    unreduced            sum         scatter d                 scatter e             -
-
-A scatter sums and keeps this rank's shard (reduce-scatter), a sum is an all-reduce, a gather an all-gather; a slice
-sends nothing. Guarantee: with ordered sums, each element is the same balanced sum over ranks for any steps, so bits do
-not depend on the strategy.
+The table is for one axis. gather: all-gather. sum: all-reduce. scatter: reduce-scatter. slice: sends nothing.
+With ordered sums, each element is the same balanced sum over ranks for any steps, so bits don't depend on a strategy.
 """
 
 from __future__ import annotations
@@ -31,14 +28,14 @@ __all__ = ["LeafSteps", "Step", "begins_with_sum", "kinds_of", "sharding_after",
 class Step:
     """One collective or slice."""
 
-    kind: str  # "scatter" (sum and cut), "sum", "gather" (join) or "slice" (cut what is whole)
-    axes: tuple[str, ...]  # over which, major first
-    dim: int = -1  # the tensor dim that is cut or joined; -1 for "sum"
+    kind: str  # "scatter", "sum", "gather" or "slice"
+    axes: tuple[str, ...]  # axes of its group, major first
+    dim: int = -1  # tensor dim that is sharded or joined; -1 for "sum"
 
 
 @cache_on_its_mesh()
 def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
-    """Plan the steps from one sharding to another on one mesh; axes over which `target` is unreduced are left alone."""
+    """Plan the steps from one sharding to another on one mesh; axes over which `target` is unreduced aren't summed."""
     source = source.simplified()
     target = target.simplified()
     unreduced = [axis for axis in source.partial if axis not in target.partial]
@@ -53,13 +50,13 @@ def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...
             for axis in inner:
                 unreduced.remove(axis)
 
-    # `replica` has the slowest links, so it comes after the inner axes, with the smallest partial sums. The tree of
+    # `replica` has the slowest links, so it comes after the inner axes, when partial sums are smallest. The tree of
     # additions is the same whether inner axes are scattered or summed.
     if lost:
-        # Sums come before gathers, which would otherwise send every term.
+        # Sums come before gathers, which would otherwise send every unreduced value.
         sum_over([axis for axis in unreduced if axis != "replica"])
         sum_over(["replica"])
-    # Gathers come before slices and scatters: an axis that moves to another dim has to leave its own first.
+    # Gathers come before slices and scatters: an axis that moves to a different dim has to leave its dim first.
     steps += [Step("gather", axes, dim) for dim, axes in lost]
     for dim, axes in gained:
         for axis_run in _runs(axes, unreduced):
@@ -67,8 +64,8 @@ def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...
                 steps.append(Step("slice", axis_run, dim))
                 continue
             if axis_run == ("replica",):
-                # Inner axes first here too, but for those that another dim scatters.
-                later = {axis for other, cut in gained if other != dim for axis in cut}
+                # Inner axes come first here too, except those that a scatter of a different dim sums anyway.
+                later = {axis for other, new in gained if other != dim for axis in new}
                 sum_over([axis for axis in unreduced if axis != "replica" and axis not in later])
             steps.append(Step("scatter", axis_run, dim))
             for axis in axis_run:
@@ -81,7 +78,7 @@ def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...
 def _changes(
     source: PartitionSpec, target: PartitionSpec, dims: range
 ) -> tuple[list[tuple[int, tuple[str, ...]]], list[tuple[int, tuple[str, ...]]]]:
-    """Return (gained, lost): per dim, the axes of target and source after the major ones that they share."""
+    """Return (gained, lost): per dim, the axes of target and of source that follow the major axes both share."""
     gained: list[tuple[int, tuple[str, ...]]] = []
     lost: list[tuple[int, tuple[str, ...]]] = []
     for dim in dims:
@@ -96,7 +93,7 @@ def _changes(
 
 
 def _runs(axes: tuple[str, ...], unreduced: Sequence[str]) -> list[tuple[str, ...]]:
-    """Neighbors that one collective can serve: both unreduced or neither; a minor `replica` stands alone."""
+    """Group neighboring axes that one collective can serve; a minor `replica` always has its own collective."""
     result: list[tuple[str, ...]] = []
     for axis in axes:
         alone = axis == "replica" and axis == axes[-1]
@@ -108,33 +105,35 @@ def _runs(axes: tuple[str, ...], unreduced: Sequence[str]) -> list[tuple[str, ..
 
 
 def kinds_of(steps: Sequence[Step]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The key that two leaves must share to travel together: the kinds and axes of their steps, not the dims."""
+    """Return the key that leaves of one bucket share: the kinds and axes of their steps, not the dims."""
     return tuple((step.kind, step.axes) for step in steps)
 
 
 def begins_with_sum(steps: Sequence[Step]) -> bool:
-    """Whether the first step sums leaves, so that their terms are copied one by one to where they are sent from."""
+    """Whether the first step sums leaves, so that partial gradients are copied into its send buffer one by one."""
     return bool(steps) and steps[0].kind in ("scatter", "sum")
 
 
 @cache_on_its_mesh()
 def sharding_after(source: NamedSharding, step: Step) -> NamedSharding:
     """Return the sharding after a step."""
-    cut = source.spec.axes(step.dim) if step.kind != "sum" else ()
-    if step.kind == "gather":
-        return replace(source, spec=source.spec.replace(step.dim, cut[: len(cut) - len(step.axes)]))
-    left = tuple(axis for axis in source.partial if axis not in step.axes)
-    spec = source.spec if step.kind == "sum" else source.spec.replace(step.dim, (*cut, *step.axes))
-    return replace(source, spec=spec, partial=left)
+    partial = tuple(axis for axis in source.partial if axis not in step.axes)
+    if step.kind == "sum":
+        return replace(source, partial=partial)
+    # A gather removes the minor axes of a dim; the others append to them.
+    axes = source.spec.axes(step.dim)
+    axes = axes[: len(axes) - len(step.axes)] if step.kind == "gather" else (*axes, *step.axes)
+    return replace(source, spec=source.spec.replace(step.dim, axes), partial=partial)
 
 
 @dataclass(frozen=True)
 class LeafSteps:
     """The steps of one leaf."""
 
-    source: NamedSharding  # without assignments, as the target is: on the slice of the mesh that has the leaf
+    # Neither sharding has assigned ranks: both are on the slice of the mesh that holds the leaf.
+    source: NamedSharding
     target: NamedSharding
-    shape: tuple[int, ...]  # of the leaf there
+    shape: tuple[int, ...]  # global shape on that slice
     steps: tuple[Step, ...]
 
     @functools.cached_property
@@ -149,7 +148,7 @@ class LeafSteps:
 
     @functools.cached_property
     def size(self) -> int:
-        """Most elements before and after the steps, on any rank: leaves are sent together by it."""
+        """Most elements before and after the steps, on any rank, so that all ranks plan the same buckets."""
         return max(math.prod(x.first_shape(self.shape)) for x in (self.source, self.target))
 
     @functools.cached_property
@@ -160,7 +159,7 @@ class LeafSteps:
 
     @functools.cached_property
     def slice(self) -> tuple[int, int, int]:
-        """What the first step, a slice, leaves to this rank of its local tensor: a dim, where it begins, its length."""
+        """Arguments of `Tensor.narrow` for the first step, a slice: dim, start and length in the local tensor."""
         dim = self.steps[0].dim
         before, after = (sharding.box(self.shape)[dim] for sharding in (self.source, self.rest.source))
         return dim, after[0] - before[0], after[1] - after[0]
@@ -170,7 +169,7 @@ class LeafSteps:
         return {}
 
     def parts(self, wire: Wire) -> Parts:
-        """Plan what a wire sends of the leaf in its first step, a gather; without steps, what it is encoded to."""
+        """Plan the tensors that a wire sends in the first step, a gather; without steps, those it encodes to."""
         found = self._parts.get(wire)
         if found is None:
             dim = self.steps[0].dim if self.steps else 0
@@ -179,7 +178,7 @@ class LeafSteps:
 
 
 def steps_of(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> LeafSteps:
-    """Plan the steps of a leaf of a global shape from one sharding to another, on the mesh of the first."""
+    """Plan the steps of a leaf from one sharding to another, on the mesh object of the first."""
     return _steps_of(source, target if target.mesh is source.mesh else replace(target, mesh=source.mesh), shape)
 
 

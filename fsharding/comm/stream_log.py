@@ -1,6 +1,6 @@
-"""Streams of a device that is not there: what each of them is given, as a log.
+"""Log what each stream of a device would be given, without such a device.
 
-Guarantee: everything is done at once all the same, so recording changes no value.
+Guarantee: every operation still runs immediately, so recording changes no value.
 """
 
 from __future__ import annotations
@@ -26,64 +26,63 @@ from fsharding.sharding.named_sharding import local_of
 
 __all__ = ["COLLECTIVES", "COMPUTE", "Row", "communicates", "messages", "peak_bytes", "recording_streams"]
 
-COMPUTE = "compute"
-"""The stream that is current outside of `on`."""
-
-COLLECTIVES = "'s collectives"
-"""How the name of a stream of collectives ends."""
+COMPUTE = "compute"  # the stream that is current outside of `on`
+COLLECTIVES = "'s collectives"  # suffix of the names of streams of collectives
 
 
 def messages(way: Literal["to", "from"], peer: int) -> str:
-    """Return the name of the stream of messages to or from another rank of their group, as NCCL has one for each."""
+    """Return the name of the stream of messages to or from a peer; NCCL has one for each peer and way."""
     return f"messages {way} {peer}"
 
 
 def communicates(stream: str) -> bool:
-    """Return whether a stream of this name communicates."""
+    """Return whether the stream of this name communicates."""
     return stream.endswith(COLLECTIVES) or stream.startswith("messages ")
 
 
 _MESSAGE = re.compile(r"c10d::(send|recv)")
-_ROUND = 512
+_ROUND = 512  # allocators of accelerators round sizes up to a multiple of this many bytes
 
+# Collectives that write only their first argument.
 _RESULTS_FIRST = ("_allgather_base", "allgather_into_tensor_coalesced", "alltoall_base", "_reduce_scatter")
-"""Collectives that write their first argument alone."""
 
 
 class Row(NamedTuple):
-    """What a stream was given."""
+    """One entry of the log."""
 
-    stream: str  # its name; a collective is on `<stream>'s collectives`, a message on that of `messages`
-    kind: str  # run, take, free, record or wait
-    text: str  # the operator, what the event is of, or the type of device whose memory is taken or freed
-    reads: tuple[int, ...] = ()  # numbers of storages
-    writes: tuple[int, ...] = ()  # the same
-    event: int = -1  # number of the event of a record or a wait
+    stream: str  # name; collectives are on `<stream>'s collectives`, messages on the stream of `messages`
+    kind: str  # "run", "take", "free", "record" or "wait"; memory is taken and freed
+    text: str  # operator of a run, name of an event, or device type of memory
+    reads: tuple[int, ...] = ()  # storage numbers
+    writes: tuple[int, ...] = ()  # storage numbers
+    event: int = -1  # number of the event of a record or wait
     flops: int = 0  # floating-point operations of a run
-    # bytes that it moves: to and from memory, or, of a collective or message, that this rank sends or receives. Of a
-    # storage that is taken or freed, its size
+    # Bytes that a run reads and writes, that this rank sends or receives in a collective or message, or of a storage.
     nbytes: int = 0
-    peer: int = -1  # of a message, the other rank in their group
+    peer: int = -1  # group rank of the peer of a message
 
     def __str__(self) -> str:
-        """The stream, what it does, and with what memory."""
+        """Format the entry as stream, action and memory."""
         sets = "".join(f" {name} {list(x)}" for name, x in (("reads", self.reads), ("writes", self.writes)) if x)
         return f"{self.stream}: {self.kind} {self.text}{sets}"
 
 
 class RecordingStreams(Streams):
-    """`Streams` that note what they are given."""
+    """`Streams` that log what they are given."""
 
     several = True
 
     def __init__(self) -> None:
-        """Makes streams without rows."""
-        self.rows: list[Row] = []  # so far
-        self._current = [COMPUTE]
-        self._labels: list[str] = []
+        """Start with an empty log."""
+        self.rows: list[Row] = []
+        self._current = [COMPUTE]  # names of the nested `on` blocks
+        self._labels: list[str] = []  # text of each event
+        # The "take" row of each live storage, by id. An id is reused once its storage is freed, so the callback of the
+        # weak reference notes it in `_freed`, and the next entry of the log first writes the "free" rows.
         self._storages: dict[int, tuple[Row, weakref.ref[Any]]] = {}
         self._freed: list[int] = []
-        self._count = 0
+        self._count = 0  # storages so far
+        # The "done" event of each work, by id. The work is kept alive so that its id isn't reused.
         self._events_of_work: dict[int, tuple[Any, int]] = {}
 
     # ---------------------------------------------------------------------------------------------------------- Streams
@@ -132,13 +131,13 @@ class RecordingStreams(Streams):
         return self._storages[key][0].writes[0]
 
     def hold(self, held: Any) -> None:
-        """Note tensors from before the log."""
+        """Log the storages of tensors that exist already."""
         for x in map(local_of, tree.leaves(held)):
             if _tensors(x):
                 self._number_of(x, COMPUTE)
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Notes an operation that is done."""
+        """Log an operation that has run."""
         self._look_for_freed()
         current, collective = self._current[-1], func.namespace == "c10d"
         stream, peer = current + COLLECTIVES if collective else current, -1
@@ -151,7 +150,7 @@ class RecordingStreams(Streams):
         if collective:
             written = {id(x) for x in _tensors(given[:1] if first else given)}
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        if (is_view and not written) or func.namespace == "prim":  # which fake tensors ask for
+        if (is_view and not written) or func.namespace == "prim":  # operators that fake tensors call
             return
         both = {id(x) for x in _tensors(given)} if collective and not first else set[int]()
         reads = {self._number_of(x, current) for x in _tensors(given) if id(x) not in written or id(x) in both}
@@ -159,7 +158,7 @@ class RecordingStreams(Streams):
         fresh = {self._number_of(x, current) for x in _tensors(result)} - reads - writes
         if "empty" not in func.name():
             writes |= fresh
-        if collective:  # begins when its stream has come to here
+        if collective:  # it starts after all work issued so far on the current stream
             self.rows.append(Row(stream, "wait", f"issued on {current}", event=self._record(current, "issued")))
         if reads or writes:
             sets = tuple(sorted(reads)), tuple(sorted(writes))
@@ -173,13 +172,13 @@ class RecordingStreams(Streams):
                     self._events_of_work[id(work)] = work, event
 
     def waited_for(self, works: Iterable[Any]) -> None:
-        """Notes that the current stream waits for collectives."""
+        """Log that the current stream waits for collectives."""
         for work in works:
             self.wait(self._events_of_work[id(work)][1])
 
 
 def _cost(func: Any, args: Any, kwargs: Any, result: Any, given: Any) -> tuple[int, int]:
-    """Floating-point operations, and bytes that are read and written."""
+    """Return the floating-point operations, and the bytes read and written."""
     count = flop_registry.get(func.overloadpacket)
     if "empty" in func.name() or "view" in func.name():
         return 0, 0
@@ -188,7 +187,7 @@ def _cost(func: Any, args: Any, kwargs: Any, result: Any, given: Any) -> tuple[i
 
 
 def _sent(func: Any, given: tuple[Any, ...]) -> tuple[int, int]:
-    """Bytes that a rank sends: a ring's for gathers and reductions, those of others for an exchange."""
+    """Return 0 and the bytes that a rank sends, in a ring for all-gathers and reductions."""
     name = func.name().split("::")[1]
     groups = [x for x in given if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
     size = dist.ProcessGroup.unbox(groups[0]).size() if groups else 1
@@ -219,8 +218,7 @@ class _Operations(TorchDispatchMode):
 
 
 def peak_bytes(rows: Iterable[Row], device_type: str) -> int:
-    """Most bytes of a device that are allocated at once."""
-    # Each storage counts in multiples of 512, as allocators of accelerators give them.
+    """Return the most bytes of a device type that are allocated at once, with sizes rounded as allocators do."""
     live = peak = 0
     for row in rows:
         if row.kind in ("take", "free") and row.text == device_type:
@@ -232,10 +230,10 @@ def peak_bytes(rows: Iterable[Row], device_type: str) -> int:
 
 @contextmanager
 def recording_streams(*held: Any) -> Generator[RecordingStreams]:
-    """Note what streams are given until the `with` block ends; `held` are trees of tensors that exist before."""
+    """Log what streams are given inside the `with` block; `held` are trees of tensors that exist before."""
     streams, plain = RecordingStreams(), Works.wait
     streams.hold(held)
-    del held
+    del held  # so that this frame keeps no tensor alive, which the log would miss as freed
 
     def wait(works: Works, timeout: timedelta | None = None) -> None:
         streams.waited_for(works.works)

@@ -1,19 +1,12 @@
-"""Device streams besides the compute stream: one for gathers of parameters, one for reductions of gradients.
+"""Device streams in addition to the compute stream: for all-gathers, for gradient reductions, and for copies.
 
-In: names of streams, and events between them. Out: calls of torch's accelerator API, or nothing on a CPU.
 The order of a unit, where `!` records an event on the stream of its line and `?` waits for one there:
 
     gather     ?begun  ?free of its buffers   cast, all-gather, join   !gathered
     compute    ?gathered   forward or backward of the unit   !free of its buffers   fill a bucket   !filled
     reduce     ?filled   exchange, sum, add to the gradient   !reduced
-    compute    ?reduced, when the next unit has been left: only then may the bucket's memory be used again
+    compute    ?reduced, after the next unit: only then may the bucket's memory be reused
     end        compute waits for both
-
-Memory belongs to the stream on which it was allocated, and returns to it as soon as the tensor is freed. So a tensor
-that another stream reads is freed only after its own stream has waited for that reader; a `Pool` hands out buffers with
-the event after which they may be overwritten. This replaces `record_stream`.
-Guarantees: nothing is read before it was written, nothing is overwritten before its last reader, and no bit depends on
-streams.
 """
 
 from __future__ import annotations
@@ -31,30 +24,33 @@ from fsharding.base.scoped import scoped
 
 __all__ = ["StreamName", "Streams", "streams_for", "use_streams"]
 
-StreamName: TypeAlias = Literal["gather", "reduce", "out", "in"]
-"""The streams besides the compute stream, which is the current one outside of them; `out` and `in` copy to the host."""
+# Rules that replace `record_stream`: memory belongs to the stream on which it was allocated, and returns to it as soon
+# as the tensor is freed. So a tensor that a second stream reads is freed only after its own stream has waited for that
+# reader, and a `Pool` keeps with each free buffer the event after which it may be overwritten.
 
+# The streams other than the compute stream, which is current outside of `on`. `out` and `in` copy to and from the host.
+StreamName: TypeAlias = Literal["gather", "reduce", "out", "in"]
 
 _NOTHING = nullcontext()
 
 
 class Streams:
-    """The streams of a device. Here, as on a CPU, there is the compute stream alone: all runs in program order."""
+    """The streams of a device. This class, used on CPUs, has the compute stream only: all runs in program order."""
 
-    several = False  # whether there are others
+    several = False  # whether there are streams other than the compute stream
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
-        """Make a stream the current one inside: operations and allocations belong to it."""
+        """Make a stream current inside the `with` block, for operations and allocations."""
         return _NOTHING
 
     def record(self, of: str) -> Any:
-        """Record an event on the current stream of what has happened then, in a word for logs; None for one stream."""
+        """Record an event on the current stream, named for logs; returns None if there is one stream only."""
 
     def wait(self, event: Any) -> None:
-        """Have the current stream wait for an event before everything that follows."""
+        """Have the current stream wait for an event before all later operations."""
 
     def wait_all(self) -> None:
-        """Have the current stream wait for everything that the compute, gather and reduce streams have been given."""
+        """Have the current stream wait for all work given to the compute, gather and reduce streams so far."""
 
     def settle(self, event: Any) -> None:
         """Have the host wait for an event."""
@@ -64,17 +60,15 @@ _ONE = Streams()
 
 
 class DeviceStreams(Streams):
-    """Streams besides the current one, of higher priority, since others wait for their work."""
+    """The streams of an accelerator, with high priority, since the compute stream waits for their work."""
 
     several = True
-
-    # `_compute` is the stream that was current when `on` was entered from outside; None outside.
 
     def __init__(self, device: torch.device) -> None:
         names: tuple[StreamName, ...] = ("gather", "reduce", "out", "in")
         self._device = device
         self._streams = {name: devices.new_stream(device) for name in names}
-        self._compute: torch.Stream | None = None
+        self._compute: torch.Stream | None = None  # the current stream outside of the outermost `on`; None there
 
     @contextmanager
     def on(self, name: StreamName) -> Generator[None]:
@@ -101,7 +95,7 @@ class DeviceStreams(Streams):
                 current.wait_stream(stream)
 
     def settle(self, event: torch.Event) -> None:
-        # While a graph is recorded nothing runs, and whoever replays it waits.
+        # During the capture of a graph nothing runs, so there is no event to wait for; the caller waits for the replay.
         if not devices.is_capturing(self._device):
             event.synchronize()
 
@@ -113,7 +107,7 @@ _chosen: ContextVar[Streams | None] = ContextVar("fsharding_streams", default=No
 
 
 def streams_for(device: torch.device) -> Streams:
-    """Return the streams of a device, the same ones at every call."""
+    """Return the streams of a device; every call returns the same object."""
     chosen = _chosen.get()
     if chosen is not None:
         return chosen
@@ -126,5 +120,5 @@ def _streams(device: torch.device) -> Streams:
 
 
 def use_streams(streams: Streams) -> AbstractContextManager[None]:
-    """Have every device use these streams inside the `with` block: `Streams()` runs everything in program order."""
+    """Use these streams for every device inside the `with` block; `Streams()` runs everything in program order."""
     return scoped(_chosen, streams)

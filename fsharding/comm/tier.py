@@ -1,4 +1,4 @@
-"""The tiers that every machine has, DEVICE and HOST, and which tier a tensor is in. Others register themselves."""
+"""The built-in tiers, DEVICE and HOST, and functions that find the tier of a tensor. Others register themselves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fsharding.sharding.memory_kinds import Tier, tier_named
 
 __all__ = ["DEVICE", "HOST", "compute_device", "pinned", "rows_together", "tier_of", "tier_on"]
 
+# Small rows are copied together, in chunks of this many elements.
 _TOGETHER = 2 << 20
-"""Elements of small rows that are copied together."""
 
 
 class _Host(Tier):
-    """Pinned memory of the host, for a device that has memory of its own."""
+    """Pinned host memory, for a device with separate memory."""
 
     name: ClassVar[str] = "host"
     text: ClassVar[str] = "the host"
@@ -29,7 +29,7 @@ class _Host(Tier):
         return pinned(shape, dtype)
 
     def put(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """See `Tier`. A tensor that is in pinned memory already stays there."""
+        """See `Tier`; a tensor that is in pinned memory already is returned itself."""
         fits = into is not None and (into.dtype, into.shape) == (x.dtype, x.shape)
         if x.is_cpu and not fits and (_compat.is_fake(x) or x.is_pinned()):
             return x
@@ -43,7 +43,7 @@ class _Host(Tier):
         return _compat.fresh(tuple(x.shape), x.dtype, device).copy_(x, non_blocking=True)
 
     def settle(self, x: Tensor, device: torch.device) -> None:
-        """See `Tier`; while a graph is recorded nothing runs, and the replay is waited for."""
+        """See `Tier`; during the capture of a graph nothing runs, and the replay is waited for instead."""
         stream = devices.current_stream(device)
         if stream is not None and not devices.is_capturing(device):
             stream.synchronize()
@@ -54,7 +54,7 @@ HOST = _Host()
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return pinned memory of the host that is to be filled."""
+    """Return uninitialized pinned host memory."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
@@ -67,7 +67,8 @@ def tier_of(x: Tensor, device_type: str) -> Tier:
 
 
 def tier_on(name: str, device_type: str) -> Tier:
-    """Return the tier that stands for a name: a CPU has its memory for both, and a fake tensor is in no file."""
+    """Return the tier that is used for a name."""
+    # Fake tensors are never written to files, so HOST replaces a tier of files; on a CPU, DEVICE replaces HOST.
     tier = tier_named(name)
     if tier.can_fail and _compat.makes_fakes():
         tier = HOST
@@ -75,10 +76,10 @@ def tier_on(name: str, device_type: str) -> Tier:
 
 
 def compute_device(device_type: str) -> torch.device:
-    """Return the device of this process with its index, as tensors have it."""
+    """Return the device of this process, with its index."""
     return torch.empty(0, device=device_type).device
 
 
 def rows_together(shape: Sequence[int]) -> int:
-    """Return how many rows of dim 0 to copy together."""
+    """Return the number of rows of dim 0 to copy together."""
     return max(1, _TOGETHER // max(1, math.prod(shape[1:])))

@@ -1,4 +1,4 @@
-"""Room for a state in the tiers of its layout: taken before anything is written, or refused on every rank."""
+"""Reserve memory for a state in the tiers of its layout before anything is written, or raise on every rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = ["Planned", "leaves_in", "take_room"]
 
+# The sharding of a leaf, its global shape, and its dtype.
 Planned: TypeAlias = tuple[NamedSharding, tuple[int, ...], torch.dtype]
-"""The sharding of a leaf, its global shape, and its dtype."""
 
 
 def leaves_in(tier: str, layout: Layout, leaves: Iterable[Planned]) -> tuple[list[LocalLeaf], list[LocalLeaf]]:
-    """Return what this rank keeps in a tier: of the leaves of a state, and of its gradients."""
+    """Return the local shapes and dtypes that this rank keeps in a tier: of a state's leaves, and of its gradients."""
     state = [(sharding.local_shape(shape), dtype) for sharding, shape, dtype in leaves if sharding.memory == tier]
     precision = layout.precision
     grads = [
@@ -39,19 +39,20 @@ def leaves_in(tier: str, layout: Layout, leaves: Iterable[Planned]) -> tuple[lis
 
 
 def take_room(layout: Layout, leaves: Iterable[Planned], donated: Tree = None) -> None:
-    """Agree on the memory of a state, and take room for it. Collective."""
+    """Check that ranks agree on the tiers of a state, and reserve memory in each. Collective."""
     mesh = layout.mesh
     if _compat.makes_fakes() or is_fake_world() or not is_member(mesh) or isinstance(mesh, AbstractMesh):
         return
 
-    def lacking(lacks: bool) -> list[int]:  # which ranks lack room
+    # Every tier calls it exactly once, whether it lacks room or not: it is collective.
+    def lacking(lacks: bool) -> list[int]:
         return [rank for rank, number in numbers_of_all(mesh, int(lacks)).items() if number]
 
     with naming_lost(public_name(), mesh):
         facts = {"layout.strategy.memory": ", ".join(map(str, layout.strategy.memory)) or "all on the device"}
         refuse_differences(compare_facts(facts, mesh))
         tiers = sorted({choice.kind for choice in layout.strategy.memory})
-        known = [*leaves] if tiers else []  # to ask for them runs the optimizer's init
+        known = [*leaves] if tiers else []  # iterating runs the optimizer's init
         freed = [_compat.local_tensor(x) for x in tree.leaves(donated) if isinstance(x, DTensor)]
         for tier in tiers:
             tier_named(tier).reserve(*leaves_in(tier, layout, known), freed, lacking)

@@ -1,8 +1,8 @@
-"""Copies between a device and other tiers, on a stream for each way: nothing else uses the streams `out` and `in`.
+"""Copy between a device and other tiers, on the streams `out` and `in`, which nothing else uses.
 
-    compute    !ready       what is copied has been computed, and the memory that is copied to is no longer used
+    compute    !ready       the source has been computed, and the target's memory is no longer in use
     out, in    ?ready  ?after   copy   !done
-    compute    ?done        before the copies are read, and before the memory of what was copied is used again
+    compute    ?done        before the target is read, and before the source's memory is reused
 
 Device memory belongs to the compute stream: it is allocated there before a copy in, and freed there after `?done`.
 """
@@ -23,20 +23,20 @@ __all__ = ["Transfer", "Transfers"]
 
 
 class Transfer(NamedTuple):
-    """Copies in flight: the tensors that are copied to, and the event after which they may be read."""
+    """Copies in flight."""
 
-    values: list[Tensor]
-    done: Any
+    values: list[Tensor]  # the targets, readable after `done`
+    done: Any  # the event of the copies; None without streams
 
 
 class Transfers:
-    """Copies from and to a device."""
+    """The copies from and to one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_for(device)
 
     def fetch(self, xs: Sequence[Tensor], target: torch.device, after: Transfer | None = None) -> Transfer:
-        """Start to copy tensors to the device or to the host, after another transfer."""
+        """Start to copy tensors to the device or to host memory, once the transfer `after` is done."""
         tier = HOST if target.type == "cpu" else DEVICE
         there = [tier.empty(tuple(x.shape), x.dtype, target) for x in xs]
 
@@ -48,7 +48,7 @@ class Transfers:
         return self._start("out" if target.type == "cpu" else "in", copy, after)
 
     def send(self, xs: Sequence[tuple[Tensor, Tier, Tensor | None]]) -> Transfer:
-        """Start to put tensors into tiers, in memory of the tier if it is given."""
+        """Start to copy tensors to tiers, into the given memory of the tier if it isn't None."""
         return self._start("out", lambda: [tier.put(x, into) for x, tier, into in xs], None)
 
     def _start(self, way: StreamName, copy: Callable[[], list[Tensor]], after: Transfer | None) -> Transfer:

@@ -1,6 +1,6 @@
-"""Which transport a group of ranks uses: see `Native`, from which all of them derive.
+"""Choose the transport of a group of ranks.
 
-Guarantee: all transports give the same bits and count the same bytes.
+Guarantee: all transports, which derive from `Native`, give the same bits and count the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Choice", "choice_for", "send_recv", "start_sum", "transport_for"]
 
 
 class Choice(NamedTuple):
-    """A transport of a group, and why it is used."""
+    """The transport of a group, and the reason for it."""
 
     kind: type[Native]
     reason: str
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 
 def transport_for(group: Group, device: torch.device) -> Native:
-    """The transport of a group for tensors on a device. Collective over the group the first time."""
+    """Return the transport of a group for tensors on a device. Collective over the group the first time."""
     known = group.transports.get(device.type)
     if known is None:
         known = group.transports[device.type] = choice_for(group, device)
@@ -44,25 +44,24 @@ def send_recv(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, device: torch.device
 ) -> Handle[None]:
     """Start point-to-point messages between ranks of a group; see `Native.send_recv`."""
-    # All transports send messages in the same way, so none is chosen, and nothing is collective: a rank may send to
-    # another one while the rest of the group does something else, as in a pipeline.
+    # Not `transport_for`, whose first call is collective: in a pipeline, two ranks exchange messages while the others
+    # do something else. All transports send messages like `Native`.
     return Native(group, device).send_recv(sends, receives)
 
 
 def choice_for(group: Group, device: torch.device) -> Choice:
-    """Choose a transport for a group, or refuse the one that was asked for. Collective over it the first time."""
+    """Choose a transport for a group, or raise if it can't use the requested one. Collective the first time."""
     if group.process_group is None:
         return Choice(Native, "a rank alone sends nothing")
     backend = backend_of(group.process_group, device.type)
     asked = group.transport
-    why = f'transport="{asked}"'
+    reason = f'transport="{asked}"'
     if asked == "native":
-        return Choice(Native, why)
+        return Choice(Native, reason)
     if device.type != "cpu" or backend != "gloo":
         if asked != "auto":
-            raise _refusal(asked, f"it is for gloo and tensors on the CPU, not for {backend} and {device.type}")
+            raise _refusal(asked, f"it supports gloo and tensors on the CPU, not {backend} and {device.type}")
         return Choice(Native, f"the backend is {backend}")
-    reason = why
     for name in names_of("transport") if asked == "auto" else (asked,):
         kind: type[Native] = find("transport", name)
         offer = kind.offer(group, asked=asked == name)
@@ -76,11 +75,11 @@ def choice_for(group: Group, device: torch.device) -> Choice:
 
 def _refusal(asked: str, reason: str) -> MeshError:
     rule = f'cannot use transport="{asked}".'
-    return MeshError(message(rule, [reason], 'Leave transport="auto", or ask for another one.'))
+    return MeshError(message(rule, [reason], 'Pass transport="auto", or a different one, to fs.make_mesh.'))
 
 
 def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> Handle[Tensor]:
-    """Start the sum of a tensor over a group, which all members get; the term is sent as it is."""
+    """Start to sum a tensor over a group in `dtype`; all members get the sum. Terms are sent in the dtype of `x`."""
     terms = plain_terms(((tuple(x.shape), 0),), (group.size,), x.dtype, scatter=False)
     reduction = transport_for(group, x.device).reduction(terms, dtype)
     reduction.add([0], [x])

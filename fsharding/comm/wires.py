@@ -1,6 +1,6 @@
-"""How a leaf is sent: a `Wire`, which is a value. `Plain` casts it to a dtype; for another one see `comm.codes`.
+"""Wire formats of leaves. `Plain` casts to a dtype; `comm.codes` has the quantized ones.
 
-Guarantee: a gathered leaf has the bits of casting or encoding the full leaf, for every sharding.
+Guarantee: a gathered leaf has the bits of casting or quantizing the full leaf, for every sharding.
 """
 
 from __future__ import annotations
@@ -21,80 +21,80 @@ from fsharding.sharding.named_sharding import NamedSharding
 __all__ = ["CutLeaves", "Draw", "LeafWire", "Parts", "Plain", "WholeLeaf", "Wire"]
 
 
+# The full shape of each tensor, and the dim that is sharded over the ranks of a group.
 CutLeaves: TypeAlias = tuple[tuple[tuple[int, ...], int], ...]
-"""The full shape of each tensor, and the dim along which ranks have pieces of it."""
 
+# A gathered leaf as a wire decodes it: a tensor, or a `Quantized`.
 WholeLeaf: TypeAlias = Weight
-"""A gathered leaf, as a wire decodes it."""
 
+# Returns the numbers in [0, 1) for stochastic rounding of one leaf.
 Draw: TypeAlias = Callable[[], Tensor]
-"""Draws the numbers in [0, 1) by which one leaf is rounded."""
 
 
 class Parts(NamedTuple):
     """The tensors that are sent for one leaf."""
 
-    sent: CutLeaves  # of each tensor the shape once gathered, and the dim along which it is gathered
-    dtype: torch.dtype  # of these tensors
-    bytes: int  # memory of what is received
-    # shape of the result if `decode` writes it to other memory; None if it views what was received
+    sent: CutLeaves  # for each tensor, its gathered shape and the dim along which it is gathered
+    dtype: torch.dtype  # dtype of all of them
+    bytes: int  # memory of the received tensors
+    # Shape of the result if `decode` writes it into separate memory; None if the result views the received tensors.
     decoded: tuple[int, ...] | None = None
-    plan: Any = None  # of the wire
+    plan: Any = None  # private to the wire
 
 
 class Wire(Protocol):
-    """How a leaf is gathered, or the terms of a sum are sent. Collective over the mesh where ranks have to agree."""
+    """The format in which a leaf is gathered, or in which the terms of a sum are sent. A hashable value."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of a leaf or a term before it is encoded, and of one that was decoded."""
+        """Dtype of a leaf or term before it is encoded and after it is decoded."""
         ...
 
     @property
     def native(self) -> bool:
-        """Whether a backend adds the terms of sums, in their dtype and its own order; else members do, in a tree."""
+        """Whether the backend adds terms, in their dtype and any order; otherwise members do, in a fixed tree."""
         ...
 
     def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
-        """Plan what is sent of a leaf of a global shape, which is gathered along `dim`."""
+        """Plan the tensors that are sent for a leaf, which is gathered along `dim`."""
         ...
 
     def agree(self, parts: Sequence[Parts], shards: Sequence[Tensor], mesh: Mesh) -> Sequence[Any]:
-        """Find what all ranks have to know before leaves with such a wire are encoded."""
+        """Compute what all ranks must share before leaves are encoded, such as scales. Collective over the mesh."""
         ...
 
     def encode(self, parts: Parts, shard: Tensor, agreed: Any, noise: Draw | None) -> list[Tensor]:
-        """Make the tensors that are sent; the transport casts them to `parts.dtype`."""
+        """Return the tensors to send; the transport casts them to `parts.dtype`."""
         ...
 
     def decode(self, parts: Parts, received: Sequence[Tensor], agreed: Any, out: Tensor | None) -> WholeLeaf:
-        """Make the leaf of what was received, in `out` if `parts.decoded` is a shape."""
+        """Return the leaf from received tensors, in `out` if `parts.decoded` is a shape."""
         ...
 
     def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
-        """Lay out the terms of a sum over axes of these sizes; with `scatter`, members get the sums of their pieces."""
+        """Lay out the terms of a sum over axes of these sizes; with `scatter`, members get the sums of their shards."""
         ...
 
 
 @dataclass(frozen=True)
 class LeafWire:
-    """How a leaf at rest is sent."""
+    """The wire of a leaf at rest."""
 
     wire: Wire
-    # indices of this rank's rows of a stack that are sent in the dtype of the wire; None if no rank has any
+    # Indices of this rank's rows of a stack that aren't quantized; None, instead of empty, if no rank has any.
     kept: tuple[int, ...] | None = None
-    # returns the numbers in [0, 1) by which the rows of the shard from `start` to `stop` are rounded
+    # Returns the numbers in [0, 1) for stochastic rounding of the rows [start, stop) of the shard.
     noise: Callable[[int, int], Tensor] | None = None
 
     def of_rows(self, start: int, stop: int) -> LeafWire:
-        """Restrict it to some rows of a stack."""
+        """Restrict it to the rows [start, stop) of a stack."""
         noise = self.noise
         kept = None if self.kept is None else tuple(row - start for row in self.kept if start <= row < stop)
         return LeafWire(self.wire, kept, None if noise is None else lambda a, b: noise(start + a, start + b))
 
 
 class Plain(NamedTuple):
-    """A leaf, or a term of a sum, is sent in a dtype."""
+    """The wire that sends a leaf or a term in a dtype."""
 
     dtype: torch.dtype
     native: bool = False  # see `Wire`

@@ -1,4 +1,4 @@
-"""For tests of sharded code: ranks on this machine, cases to send to them, and checks that name what differs."""
+"""Test sharded code: run ranks on this machine, describe cases as data, and compare trees leaf by leaf."""
 
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase, device_mesh, local_part, whole_tensors
 from fsharding.testing.compare import assert_bitwise_equal, assert_trees_close

@@ -1,6 +1,6 @@
-"""Examples as data, which pickle, and print as the call that makes them: trees, homes on meshes, reshards, runs.
+"""Test cases as data, which pickle and print as the call that makes them: trees, layouts, reshards, training runs.
 
-Guarantee: whole tensors depend on the case and a seed alone, so every rank can check what it holds by itself.
+Guarantee: full tensors depend only on the case and a seed, so every rank can check its shards without communication.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TIMEOUT = timedelta(seconds=20)
 
 
 class _Short:
-    """Prints as the call that makes it, without what is as by default."""
+    """A dataclass that prints as the call that makes it, without fields that have their defaults."""
 
     def __repr__(self) -> str:
         default = type(self)()
@@ -46,7 +46,7 @@ class _Short:
 
 
 class Pair(NamedTuple):
-    """The NamedTuple that drawn trees have as a node.
+    """A NamedTuple node of generated trees.
 
     Example:
         >>> from fsharding.testing import Leaf, Pair
@@ -60,13 +60,13 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Leaf(_Short):
-    """A tensor as data.
+    """A parameter as data.
 
     Attributes:
-        shape: global shape.
-        dtype: element type.
-        names: dim names, as `plan_layout` takes them; empty for none.
-        frozen: whether it has no gradients and moments.
+        shape: Global shape.
+        dtype: Element type.
+        names: Dim names, as in `plan_layout`; empty for none.
+        frozen: Whether the leaf has no gradient and no moments.
 
     Example:
         >>> from fsharding.testing import Leaf
@@ -81,7 +81,7 @@ class Leaf(_Short):
     frozen: bool = False
 
     def tensor(self, seed: int = 0) -> Tensor:
-        """The whole tensor: random bits, so floats are huge, tiny, infinite, NaN; half of the bools are true."""
+        """Return a full tensor of random bits: floats may be huge, tiny, infinite or NaN; half of bools are true."""
         generator = torch.Generator().manual_seed(seed)
         count = math.prod(self.shape) * self.dtype.itemsize
         if self.dtype == torch.bool:
@@ -89,18 +89,21 @@ class Leaf(_Short):
         return torch.randint(256, (count,), generator=generator).to(torch.uint8).view(self.dtype).view(self.shape)
 
     def numbers(self, seed: int = 0) -> Tensor:
-        """The whole tensor with whole numbers from -4 to 4: their sums and products are exact in every order."""
+        """Return a full tensor of integers from -4 to 4, whose sums and products are exact in any order."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(-4, 5, self.shape, generator=generator).to(self.dtype)
 
 
 def whole_tensors(leaves: Tree, seed: int = 0, *, numbers: bool = False) -> Tree:
-    """The whole tensors of a tree of `Leaf`s: the same on every rank, other values for every path.
+    """Make the full tensors of a tree of `Leaf`s, equal on every rank.
 
     Args:
-        leaves: a tree of `Leaf`, as strategies draw it.
-        seed: other values for another seed.
-        numbers: small whole numbers instead of random bits.
+        leaves: Tree of `Leaf`.
+        seed: Seed; values also depend on the path of a leaf.
+        numbers: Whether values are integers from -4 to 4 instead of random bits.
+
+    Returns:
+        A tree of plain tensors.
 
     Example:
         >>> from fsharding.testing import Leaf, whole_tensors
@@ -118,12 +121,15 @@ def whole_tensors(leaves: Tree, seed: int = 0, *, numbers: bool = False) -> Tree
 
 
 def local_part(whole: Tensor, sharding: NamedSharding, coord: dict[str, int] | None = None) -> Tensor:
-    """A rank's part of a whole tensor, cut out of it without communication: the oracle of a reshard.
+    """Slice a rank's shard out of a full tensor, without communication: the reference for a reshard.
 
     Args:
-        whole: the whole tensor.
-        sharding: the sharding of the leaf on its mesh.
-        coord: the rank's coordinate by axis; by default this process's.
+        whole: Full tensor.
+        sharding: Sharding of the leaf.
+        coord: Coordinate of the rank, by axis; by default this rank's.
+
+    Returns:
+        A contiguous copy of the shard; empty if the rank holds none.
 
     Example:
         >>> from fsharding.testing import local_part
@@ -141,11 +147,14 @@ def local_part(whole: Tensor, sharding: NamedSharding, coord: dict[str, int] | N
 
 @functools.lru_cache(maxsize=256)
 def device_mesh(mesh: AbstractMesh, device: str = "cpu") -> DeviceMesh:
-    """The mesh with devices of an abstract one, on the ranks that it names. Collective; made once for each mesh.
+    """Make the device mesh of an abstract mesh. Collective; later calls return the same mesh.
 
     Args:
-        mesh: names and sizes of its axes.
-        device: type of device, as in `fs.make_mesh`.
+        mesh: Axes and ranks of the mesh.
+        device: Device type, as in `fs.make_mesh`.
+
+    Returns:
+        A `DeviceMesh`, whose collectives time out after 20 s.
 
     Example:
         >>> from fsharding.testing import Home, Leaf, device_mesh
@@ -161,14 +170,14 @@ def device_mesh(mesh: AbstractMesh, device: str = "cpu") -> DeviceMesh:
 
 @dataclass(frozen=True, repr=False)
 class Home(_Short):
-    """All that a layout is planned from, but for the tree.
+    """The arguments of `plan_layout` without the tree.
 
     Attributes:
-        mesh: without devices; `device_mesh` makes the real one.
-        strategy: what is cut over the data axes.
-        rules: axes by dim name.
-        precision: dtypes at rest.
-        stages: explicit owners along `pp`, by path, as `plan_layout` takes them.
+        mesh: Abstract mesh; `device_mesh` makes it real.
+        strategy: Sharding strategy over the data axes.
+        rules: Mesh axes of each dim name.
+        precision: Dtypes of parameters and state.
+        stages: Explicit pipeline stages by path, as in `plan_layout`.
 
     Example:
         >>> from fsharding.testing import Home, Leaf
@@ -184,12 +193,7 @@ class Home(_Short):
     stages: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def layout(self, leaves: Tree, mesh: Mesh | None = None) -> Layout:
-        """The layout of a tree of `Leaf`s.
-
-        Args:
-            leaves: a tree of `Leaf`, as strategies draw it.
-            mesh: by default the abstract one; on a rank, `device_mesh(home.mesh)`.
-        """
+        """Plan the layout of a tree of `Leaf`s, on the abstract mesh or, on ranks, on `device_mesh(self.mesh)`."""
         named = tree.named_leaves(leaves)
         return plan_layout(
             leaves,
@@ -200,18 +204,18 @@ class Home(_Short):
             names=tree.map(lambda leaf: leaf.names, leaves),
             frozen=[path for path, leaf in named.items() if leaf.frozen],
             stages=self.stages,
-            tp="replicate",  # homes are drawn, and some shard nothing over tp
+            tp="replicate",  # homes are generated, and some shard nothing over tp
         )
 
 
 @dataclass(frozen=True, repr=False)
 class ReshardCase(_Short):
-    """A tree and two homes: what a reshard gets.
+    """A reshard of a tree between two homes.
 
     Attributes:
-        leaves: tree of `Leaf`s.
-        source: where it is.
-        target: where it should go.
+        leaves: Tree of `Leaf`.
+        source: Home before the reshard.
+        target: Home after it.
 
     Example:
         >>> from fsharding.testing import Home, Leaf, ReshardCase
@@ -228,30 +232,30 @@ class ReshardCase(_Short):
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes to run it."""
+        """Number of ranks that the case needs."""
         return max(max(h.mesh.ranks, default=h.mesh.size - 1) for h in (self.source, self.target)) + 1
 
 
 @dataclass(frozen=True, repr=False)
 class TrainCase(_Short):
-    """A run on any mesh with all six axes, exact in float32: the same bits, whatever is summed first.
+    """A training run that is exact in float32, so that its bits don't depend on the order of sums.
 
-    The loss is the mean over rows of `sum((w - x)**2) / 2` over all elements w of all trained leaves, so its gradient
-    is `w` less the mean of x. Parameters and data are small whole numbers, and `rows` is a power of two.
+    The loss is the mean over rows x of `sum((w - x)**2) / 2` over all elements w of trained leaves; its gradient is w
+    minus the mean of x. Parameters and data are small integers, and `rows` must be a power of two.
 
     Attributes:
-        leaves: tree of `Leaf`s.
-        home: where it is trained.
-        rows: rows of the global batch.
-        microbatches: pieces of each rank's part.
-        steps: how many.
-        donate: whether a step may overwrite its state.
+        leaves: Tree of `Leaf`.
+        home: Home of the state.
+        rows: Rows of the global batch.
+        microbatches: Microbatches per step.
+        steps: Number of steps.
+        donate: Whether a step may overwrite its state.
 
     Example:
         >>> from fsharding.testing import Leaf, TrainCase, whole_tensors
         >>> case = TrainCase({"w": Leaf((3,))}, rows=4)
-        >>> total, weight = case.loss(whole_tensors(case.leaves, numbers=True), case.batch(0))
-        >>> case.ranks, float(weight)
+        >>> total, count = case.loss(whole_tensors(case.leaves, numbers=True), case.batch(0))
+        >>> case.ranks, float(count)
         (1, 4.0)
     """
 
@@ -264,18 +268,13 @@ class TrainCase(_Short):
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes to run it."""
+        """Number of ranks that the case needs."""
         return self.home.mesh.size
 
     def batch(self, step: int, mesh: Mesh | None = None) -> dict[str, Tensor]:
-        """The rows of this rank at a step, padded with rows of weight 0 so that all ranks have as many.
+        """Return this rank's rows of a step, `{"x": float32[R], "weight": float32[R]}`; padding has weight 0.
 
-        Args:
-            step: its number.
-            mesh: by default one rank, which has all rows.
-
-        Returns:
-            `{"x": float32[R], "weight": float32[R]}`.
+        Without `mesh`, one rank has all rows.
         """
         index, count = (0, 1) if mesh is None else data_rank_and_size(mesh, cp=True)
         own = Leaf((self.rows,)).numbers(1000 + step)[index::count]
@@ -284,7 +283,7 @@ class TrainCase(_Short):
         return {name: torch.nn.functional.pad(x, (0, each - len(own))) for name, x in rows.items()}
 
     def loss(self, params: Tree, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss function, for params at rest or whole plain tensors: sum over this rank's rows, and their weight."""
+        """Compute (sum of losses, count of rows) of this rank, for sharded parameters or full plain tensors."""
         x = batch["x"]
         weight = batch["weight"]
         total = torch.zeros(())
@@ -295,7 +294,7 @@ class TrainCase(_Short):
                 continue
             w, share, owned = _once(node, w) if isinstance(node, Local) else (w, 1.0, ())
             if owned not in rows:
-                # All rows come to those who own a part of the leaf, as tokens come to experts.
+                # Ranks that own a shard of the leaf gather all rows, as experts receive tokens.
                 x_all, weight_all = (all_gather(t, owned, dim=0, mesh=node.sharding.mesh) for t in (x, weight))
                 rows[owned] = x_all, weight_all
             x_here, weight_here = rows[owned]
@@ -306,7 +305,7 @@ class TrainCase(_Short):
 
 
 def _model_axes(nodes: list[Any]) -> tuple[Mesh, tuple[str, ...]] | None:
-    """The mesh, and its axes along which ranks see the same rows."""
+    """Return the mesh, and its axes along which ranks have the same rows."""
     meshes = [node.sharding.mesh for node in nodes if isinstance(node, Local)]
     if not meshes:
         return None
@@ -314,7 +313,8 @@ def _model_axes(nodes: list[Any]) -> tuple[Mesh, tuple[str, ...]] | None:
 
 
 def _once(node: Local, w: Tensor) -> tuple[Tensor, float, tuple[str, ...]]:
-    """Of ranks that hold the same part and see the same rows only the first counts; all of them get its gradient."""
+    """Return (w, share, owning axes): of ranks with the same shard and rows, only the first has share 1, others 0."""
+    # `pvary` sums its gradient over these ranks, so all of them get the gradient of the first.
     result = _model_axes([node])
     assert result is not None
     mesh, axes = result

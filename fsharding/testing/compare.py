@@ -1,7 +1,4 @@
-"""Comparisons of trees of tensors that name every leaf that differs, with both values.
-
-Guarantee: `assert_bitwise_equal(a, b)` passes exactly if no program can tell the leaves of `a` and `b` apart.
-"""
+"""Compare trees of tensors, and list every leaf that differs, with both values."""
 
 from __future__ import annotations
 
@@ -21,18 +18,18 @@ __all__ = ["assert_bitwise_equal", "assert_trees_close", "compare"]
 
 @public
 def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
-    """Checks that two trees have the same paths and that leaf by leaf dtype, shape and every bit are the same.
+    """Assert that two trees have the same paths, and that leaves have equal dtypes, shapes and bits.
 
-    So NaNs are equal if their payloads are, and -0.0 is not 0.0. DTensors need the same mesh and placements, and the
-    local tensors are compared; leaves that are no tensors, arrays or floats need the same type and to be `==`.
+    NaNs are equal if their payloads are, and -0.0 differs from 0.0. DTensors must have equal meshes and placements, and
+    their local tensors are compared. Leaves other than tensors, arrays and floats must have one type and be `==`.
 
     Args:
-        a: a tree of tensors and plain values.
-        b: a tree of the same structure.
-        what: name of what is compared, for the message.
+        a: Tree of tensors and plain values.
+        b: Tree to compare with.
+        what: Name of the trees in the message.
 
     Raises:
-        AssertionError: they differ; each path with a difference is listed, with the number of elements and the first.
+        AssertionError: The trees differ. The message has each such path, the number of elements, and the first.
 
     Example:
         >>> from fsharding.testing import assert_bitwise_equal
@@ -48,20 +45,20 @@ def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
 
 @public
 def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: float = 0.0, what: str = "") -> None:
-    """Checks that two trees have the same paths and shapes and that |a - b| <= atol + rtol * |b| in float64.
+    """Assert that two trees have the same paths and shapes, and that |a - b| <= atol + rtol * |b| in float64.
 
-    Dtypes may differ. Infinities are close to themselves, NaN is close to nothing. Other leaves as in
-    `assert_bitwise_equal`.
+    Dtypes may differ. Equal infinities are close, and NaN is close to nothing. DTensors and plain values are compared
+    as in `assert_bitwise_equal`.
 
     Args:
-        a: the tree that was computed.
-        b: the tree to compare with.
-        rtol: relative tolerance.
-        atol: absolute tolerance.
-        what: name of what is compared, for the message.
+        a: Computed tree.
+        b: Expected tree.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance, 0 by default (1e-8 in `torch.allclose`).
+        what: Name of the trees in the message.
 
     Raises:
-        AssertionError: they are not close; each such path is listed, with the number of elements and the worst.
+        AssertionError: The trees aren't close. The message has each such path, the number of elements, and the worst.
 
     Example:
         >>> from fsharding.testing import assert_trees_close
@@ -76,7 +73,7 @@ def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: flo
 
 
 def compare(a: tree.Tree, b: tree.Tree, what: str = "", tolerance: tuple[float, float] | None = None) -> None:
-    """The comparison that both checks run."""
+    """Compare two trees bitwise, or within a tolerance (rtol, atol)."""
     first = tree.named_leaves(a)
     second = tree.named_leaves(b)
     rows = [f"{path or 'the leaf'} is only in the first" for path in first if path not in second]

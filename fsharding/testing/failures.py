@@ -1,4 +1,4 @@
-"""The error of a failed call on ranks: which rank failed, its traceback, and the call that repeats the example."""
+"""The error of a failed call on ranks: the failed ranks, their tracebacks, and the call that repeats it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fsharding.base.errors import RankError, message
 
 __all__ = ["Failure", "RankFailure", "name_of", "repeat", "worded"]
 
-_SHOWN = 2000
+_SHOWN = 2000  # most characters of a call in a message
 
 
 class RankFailure(RankError):
-    """What `run_ranks` raises: a `RankError` that keeps what is known of each failed rank.
+    """The `RankError` that `run_ranks` raises, with details of each failed rank.
 
     Attributes:
-        errors: rank to traceback, or to what was seen of it from outside, the first to fail first.
-        exceptions: rank to the exception itself; `None` where there is none or it cannot be pickled.
+        errors: Traceback of each failed rank, or how it died, in the order of failure.
+        exceptions: Exception of each failed rank; None if it raised none, or one that can't be pickled.
 
     Example:
         >>> from fsharding.testing import RankFailure
@@ -44,7 +44,7 @@ class RankFailure(RankError):
 class Failure:
     """How one rank failed."""
 
-    what: str  # the rest of a sentence that begins with the rank's number
+    what: str  # continues a sentence that begins with the rank
     detail: str = ""  # a traceback or a stack
     exception: BaseException | None = None  # None if it cannot be pickled
     died: bool = False
@@ -58,14 +58,14 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def repeat(fn: Callable[..., Any], size: int, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the line that repeats an example; a very long one is shortened, but keeps its seed."""
+    """Return the line that repeats a call; a very long one is shortened, but keeps its seed."""
     given = [repr(arg) for arg in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
     text = ", ".join([getattr(fn, "__qualname__", repr(fn)), str(size), *given])
     return f"To repeat it: run_ranks({text if len(text) <= _SHOWN else text[:_SHOWN] + ' ...'}, seed={seed})"
 
 
 def worded(rule: str, failed: dict[int, Failure], mend: str) -> RankFailure:
-    """Make the error: a row and a traceback for all ranks that failed alike, the first to fail first."""
+    """Make the error: one row and one traceback for all ranks that failed alike, in the order of failure."""
     groups: dict[str, list[int]] = {}
     for rank, failure in failed.items():
         groups.setdefault(failure.what, []).append(rank)

@@ -1,7 +1,4 @@
-"""Checks that run on the ranks: two maps are each other's transpose; a function is its reference; a step is a graph.
-
-Guarantee: a map and its transpose agree on every inner product, `<op x, y> == <x, dual y>`, summed over ranks.
-"""
+"""Checks that run on ranks: a map and its transpose, a function and its reference, a step that can be captured."""
 
 from __future__ import annotations
 
@@ -36,14 +33,17 @@ def rank_values(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Normal values that are other ones on every rank of a mesh: what `assert_adjoint` is fed with.
+    """Draw normal values that differ between the ranks of a mesh, as inputs of `assert_adjoint`.
 
     Args:
-        shape: of this rank's tensor.
-        mesh: whose ranks differ.
-        same: axes along which ranks get the same values.
-        seed: other values for another seed.
-        dtype: element type.
+        shape: Shape of this rank's tensor.
+        mesh: Mesh of the ranks.
+        same: Axes along which ranks get equal values.
+        seed: Seed of the values.
+        dtype: Element type.
+
+    Returns:
+        A CPU tensor.
 
     Example:
         >>> from fsharding.testing import rank_values
@@ -71,21 +71,21 @@ def assert_adjoint(
     seed: int = 0,
     what: str = "",
 ) -> None:
-    """Checks that `sum over ranks of <op(x), y>` is `sum over ranks of <x, dual(y)>`, where y is drawn. Collective.
+    """Assert that `<op(x), y> == <x, dual(y)>`, both summed over ranks, for a random y. Collective.
 
     Args:
-        op: a linear map of tensors, or trees of them, that all ranks of the mesh apply together.
-        dual: what should be its transpose.
-        x: this rank's argument; float64 makes the check sharp.
-        mesh: whose ranks are summed over.
-        same_in: axes along which x is one value that the ranks share, so that it counts once: `dp` for a `pvary` on it.
-        same_out: the same for what comes out: `dp` for a `psum` over it.
-        seed: of y.
-        what: name of the pair, for the message.
+        op: Linear map of tensors, or of trees of tensors, that all ranks apply together.
+        dual: Expected transpose of `op`.
+        x: This rank's argument; float64 gives the tightest check.
+        mesh: Mesh of the ranks.
+        same_in: Axes along which ranks share one x, which counts once: `("dp",)` for `pvary` over dp.
+        same_out: Axes along which ranks share one output: `("dp",)` for `psum` over dp.
+        seed: Seed of y.
+        what: Name of the pair in the message.
 
     Raises:
-        AssertionError: on every rank: the two numbers differ by more than rounding in the narrowest dtype, or what
-            `dual` gives on some rank has other shapes than x.
+        AssertionError: On every rank: the sums differ by more than rounding errors of the narrowest dtype, or the
+            output of `dual` differs in shape from x on some rank.
 
     Example:
         >>> from fsharding.testing import assert_adjoint, rank_values
@@ -110,11 +110,11 @@ def assert_adjoint(
     name = what or " and ".join(getattr(fn, "__qualname__", repr(fn)) for fn in (op, dual))
     if wrong:
         rows = [] if fits else [f"x has {shapes[0]} here, dual(op(x)) has {shapes[1]}"]
-        rule = f"found that {name} are no transposes: shapes differ on {wrong:g} ranks."
+        rule = f"found that {name} aren't transposes: shapes differ on {wrong:g} rank{'s' * (wrong > 1)}."
         raise AssertionError(message(rule, rows))
     if not abs(left - right) <= 32 * rounding * (size + 1e-300):
         rows = [f"sum of <op x, y> is {left!r}", f"sum of <x, dual y> is {right!r}"]
-        rule = f"found that {name} are no transposes on mesh {abstract(mesh)}."
+        rule = f"found that {name} aren't transposes on mesh {abstract(mesh)}."
         raise AssertionError(message(rule, rows))
 
 
@@ -128,19 +128,19 @@ def assert_matches_reference(
     atol: float = 1e-6,
     what: str = "",
 ) -> None:
-    """Checks that `fn` of sharded trees is what `reference` gives for the whole ones. Each rank checks what it holds.
+    """Assert that `fn` of sharded trees equals `reference` of the full ones; each rank checks its shards.
 
     Args:
-        fn: takes each argument sharded; returns a tree of DTensors, `Local`s, or plain tensors that all ranks share.
-        reference: the same function of whole plain tensors; it must not speak to other ranks.
-        *args: trees of whole plain tensors, the same on all ranks.
-        shardings: for each argument, a tree of `NamedSharding`; None leaves a leaf, or all of an argument, plain.
-        rtol: relative tolerance; with `rtol=0, atol=0` all bits have to agree.
-        atol: absolute tolerance.
-        what: name of what is compared, for the message.
+        fn: Function of sharded arguments. Returns a tree of DTensors, `Local`s, or plain tensors that all ranks share.
+        reference: The same function of full plain tensors, without communication.
+        *args: Trees of full plain tensors, equal on all ranks.
+        shardings: Tree of `NamedSharding` for each argument; None keeps a leaf, or a full argument, plain.
+        rtol: Relative tolerance; `rtol=0, atol=0` compares bits.
+        atol: Absolute tolerance.
+        what: Name of the result in the message.
 
     Raises:
-        AssertionError: on the ranks that hold something that differs; each such path is listed.
+        AssertionError: On ranks with a shard that differs. The message lists each such path.
 
     Example:
         >>> from fsharding.testing import assert_matches_reference
@@ -154,27 +154,27 @@ def assert_matches_reference(
     own, spec = tree.flatten(result)
     theirs = tree.flatten_up_to(spec, want)
     here = tree.unflatten(spec, [node.value if isinstance(node, Local) else local_of(node) for node in own])
-    parts = tree.unflatten(spec, [_cut(whole, node) for whole, node in zip(theirs, own, strict=True)])
+    parts = tree.unflatten(spec, [_shard(full, node) for full, node in zip(theirs, own, strict=True)])
     compare(here, parts, what, None if rtol == atol == 0 else (rtol, atol))
 
 
 @public
 def assert_capturable(step: TrainStep, state: TrainState, batch: Tree) -> None:
-    """Refuses a step that `fs.capture` would refuse, without a GPU. Collective.
+    """Assert, without a GPU, that `fs.capture` accepts a step. Collective.
 
-    It makes three steps on a copy of the state: the first as any, then two whose operations on which shapes and numbers
-    are compared, and in which the host must not read a tensor.
+    Runs three steps on a copy of the state. The second and third must run the same operations on the same shapes and
+    numbers, and in both the host must not read a tensor.
 
     Args:
-        step: of `make_train_step` with `check="async"`.
-        state: a state for it, which is left as it is.
-        batch: this rank's part.
+        step: Train step of `make_train_step`, with `check="async"`.
+        state: State for the step; it is not changed.
+        batch: This rank's batch.
 
     Raises:
-        TransformError: the host reads the device, takes a tensor from the host to it, or the operations differ from
-            call to call; with the lines.
-        ConfigError: the step was made with `check="sync"`.
-        ArgumentError: no step or no state.
+        TransformError: The host reads a tensor on the device or copies one to it, or operations differ between steps;
+            the message has the lines.
+        ConfigError: The step was made with `check="sync"`.
+        ArgumentError: `step` isn't a train step, or `state` isn't a state.
 
     Example:
         >>> def loss(params, batch):
@@ -191,7 +191,7 @@ def assert_capturable(step: TrainStep, state: TrainState, batch: Tree) -> None:
 
 
 def _inner(a: Tree, b: Tree, mesh: Mesh, same: Sequence[str]) -> tuple[float, float]:
-    """This rank's term of an inner product, and of the sum of the magnitudes of its terms."""
+    """Return this rank's part of an inner product, and of the sum of magnitudes, which bounds the rounding error."""
     if any(coordinate(mesh).get(axis, 0) for axis in same):
         return 0.0, 0.0
     products = [(x.double() * y.double()).flatten() for x, y in zip(opened(a)[0], opened(b)[0], strict=True)]
@@ -210,7 +210,7 @@ def _placed(arg: Tree, where: Tree) -> Tree:
     )
 
 
-def _cut(whole: Tensor, node: Any) -> Tensor:
+def _shard(full: Tensor, node: Any) -> Tensor:
     if isinstance(node, Local):
-        return local_part(whole, node.sharding)
-    return local_part(whole, sharding_of(node)) if isinstance(node, DTensor) else whole
+        return local_part(full, node.sharding)
+    return local_part(full, sharding_of(node)) if isinstance(node, DTensor) else full

@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes of this machine, which a pool keeps between calls."""
+"""Run a function on several gloo ranks of this machine; a pool keeps their processes between calls."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ Pipe = multiprocessing.connection.Connection
 _IN_TESTS = 60.0
 _GROUP_IN_TESTS = datetime.timedelta(seconds=20)
 _GROUP_TIMEOUT = datetime.timedelta(minutes=10)  # a hang is a failure of a test; elsewhere a call may train for a day
-_UNGUARDED = 97  # the exit status of a rank whose script starts ranks as soon as it is imported
-_GRACE = 1.0
-_EXIT_S = 10.0  # On a busy machine, its parent learns seconds later that a process was killed.
+_UNGUARDED = 97  # exit status of a rank whose script starts ranks when it is imported
+_GRACE = 1.0  # seconds for the other ranks to reply after one has failed
+_EXIT_S = 10.0  # on a busy machine, the parent may see the exit of a killed process seconds later
 _CROWD = 40  # threads: a gloo group has two or three, one of which wakes a hundred times a second
-# What the fork server imports once for all ranks; of packages that are not in `_ALWAYS` only what is imported here.
+# Modules that the fork server imports once for all ranks, if this process has imported them or `_ALWAYS` covers them.
 _PRELOAD = (
     "torch", "torch.distributed.tensor", "torch.distributed.checkpoint.filesystem", "numpy", "hypothesis", "pytest",
     "torch._dynamo", "fsharding.testing", "fsharding.api", "fsharding.checkpoint",
@@ -105,7 +105,7 @@ def _answer(call: Callable[[], Any]) -> bytes:
         failure = Failure(what, "".join(traceback.format_exception(type(error), error, trace)))
         try:
             data = pickle.dumps(dataclasses.replace(failure, exception=error))
-            pickle.loads(data)  # some exceptions are pickled, and can't be made again
+            pickle.loads(data)  # some exceptions can be pickled but not unpickled
         except Exception:
             data = pickle.dumps(failure)
         return data
@@ -132,8 +132,8 @@ def _unpack(body: bytes) -> Any:
         if "__mp_main__" not in str(error):
             raise
         name = str(error).partition("attribute '")[2].partition("'")[0]
-        rule = f"cannot find {name} on the ranks: they import the script, without what is below its `if __name__`."
-        raise RankFailure(message(rule, mend="Define it above, at the top level of the file.")) from None
+        rule = f"cannot find {name} on the ranks: they import the script, without the code under its `if __name__`."
+        raise RankFailure(message(rule, mend="Define it above that line, at the top level of the file.")) from None
 
 
 # --------------------------------------------------------------------------------------------- in the caller's process
@@ -145,32 +145,31 @@ class _Worker:
     pipe: Pipe
 
     def receive(self) -> bytes | Failure:
-        """Return the pickled result that was sent, or how the rank failed."""
+        """Return the rank's pickled result, or how it failed."""
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
                 return pickle.loads(self.pipe.recv_bytes())
         self.process.join(_EXIT_S)
         status = self.process.exitcode
         if status is None:
-            return Failure(f"closed its pipe, and had not ended {_EXIT_S:g} s later", died=True)
+            return Failure(f"closed its pipe, and had not exited {_EXIT_S:g} s later", died=True)
         end = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         return Failure(end, died=True, status=status)
 
 
 class RankPool:
-    """`size` gloo processes on this machine with one default process group, waiting for calls.
+    """A pool of `size` gloo ranks on this machine with one default process group.
 
-    Each has one torch thread, the environment that the caller had when the pool started with `RANK`, `LOCAL_RANK` and
-    `WORLD_SIZE`, and a default group whose collectives give up after 10 min, in a test of pytest after 20 s. Process
-    groups that an example makes stay until the pool ends. The ranks come from a fork server that has torch loaded:
-    0.1 s for a pool after the first.
+    Each rank is a process with one torch thread and the environment of the caller at the start of the pool, with
+    `RANK`, `LOCAL_RANK` and `WORLD_SIZE`. Collectives time out after 10 min, or 20 s in a pytest test. Process groups
+    that a call makes stay until the pool ends. After the first pool, starting one takes 0.1 s.
 
     Attributes:
-        size: number of ranks.
-        timeout: seconds that a call may take, unless it says otherwise; None is as in `run_ranks`.
+        size: Number of ranks.
+        timeout: Default limit of a call in seconds; None as in `run_ranks`.
 
     Raises:
-        RankError: `size` is not positive, or the ranks do not start.
+        RankError: `size` isn't positive, or the ranks don't start.
 
     Example:
         >>> import math
@@ -185,7 +184,7 @@ class RankPool:
     @public
     def __init__(self, size: int, timeout: float | None = None) -> None:
         if size < 1:
-            raise RankFailure(message(f"cannot start {size} ranks.", mend="Give one or more."))
+            raise RankFailure(message(f"cannot start {size} ranks.", mend="Pass a size of 1 or more."))
         self.size = size
         self.timeout = timeout
         self._owner = os.getpid()
@@ -200,13 +199,13 @@ class RankPool:
 
     def _start(self) -> None:
         if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-            # This is a rank, and its script wants ranks before the rank itself has begun: the caller says so, once.
+            # This is a rank whose script starts ranks while it is imported. Exit; the caller raises the error, once.
             os._exit(_UNGUARDED)
-        # IPython's %reset takes away what multiprocessing reads of every main module.
+        # IPython's %reset deletes attributes of the main module that multiprocessing reads.
         main = vars(sys.modules["__main__"])
         main.setdefault("__spec__", None)
         if _is_typed():
-            main.pop("__file__", None)  # "<stdin>", which the ranks would try to run
+            main.pop("__file__", None)  # "<stdin>", which ranks would try to run
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([x for x in _PRELOAD if x in sys.modules or x.startswith(_ALWAYS)])
         environ = {**os.environ, **local_variables()}
@@ -219,36 +218,36 @@ class RankPool:
             self._workers.append(_Worker(process, cast("Pipe", ours)))
         replies = self._collect(60.0)
         if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
-            mend = 'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.'
+            mend = 'Put the code of a script that calls run_ranks under `if __name__ == "__main__":`.'
             if all(reply.status == _UNGUARDED for reply in failed.values()):
-                rule = "fs.run_ranks cannot start ranks, which import the script and would start ranks themselves."
+                rule = "fs.run_ranks cannot start ranks: they import the script, which would start ranks again."
                 raise RankFailure(report(rule, mend=mend))
             raise worded(f"could not start {self.size} ranks.", failed, mend)
 
     @property
     def pids(self) -> list[int]:
-        """The process ids in rank order; empty once the pool has ended."""
+        """Process ids in rank order; empty once the pool has ended."""
         return [worker.process.pid or 0 for worker in self._workers]
 
     @property
     def alive(self) -> bool:
-        """Whether the pool can take a call: all ranks run, and this process is the one that started them."""
+        """Whether the pool accepts calls: all ranks run, and this process has started them."""
         ours = self._owner == os.getpid() and bool(self._workers)
         return ours and all(worker.process.is_alive() for worker in self._workers)
 
     @property
     def crowded(self) -> bool:
-        """Whether threads of process groups that earlier calls made slow all ranks."""
+        """Whether threads of process groups of earlier calls slow the ranks."""
         tasks = [Path(f"/proc/{pid}/task") for pid in self.pids[:1]]
         return any(folder.is_dir() and len(list(folder.iterdir())) > _CROWD for folder in tasks)
 
     def run(
         self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, seed: int = 0, **kwargs: Any
     ) -> list[Result]:
-        """Runs `fn(*args, **kwargs)` on every rank, as `run_ranks` does.
+        """Run `fn(*args, **kwargs)` on every rank, and return the results in rank order; see `run_ranks`.
 
         Raises:
-            RankError: a rank raised, died or did not answer, and the pool has ended; or it had ended before.
+            RankError: A rank raised, died or did not reply, which ends the pool; or the pool had ended before.
         """
         limit = self.timeout if timeout is None else timeout
         limit = (_IN_TESTS if _in_test() else math.inf) if limit is None else limit
@@ -258,7 +257,7 @@ class RankPool:
             rule = f"could not finish {name_of(fn)} on {self.size} ranks."
             mend = repeat(fn, self.size, seed, args, kwargs)
             if any(reply.late for reply in failed.values()):
-                mend = f"Give it more seconds with timeout=, or see below where the ranks stand.\n{mend}"
+                mend = f"Pass a larger timeout=, or see below where each rank was.\n{mend}"
             raise worded(rule, failed, mend)
         return [pickle.loads(cast("bytes", replies[rank])) for rank in range(self.size)]
 
@@ -267,7 +266,7 @@ class RankPool:
         with self._lock:
             if not self.alive:
                 rule = "fs.testing.RankPool.run got a pool that has ended."
-                raise RankFailure(report(rule, mend="Make a new RankPool."))
+                raise RankFailure(report(rule, mend="Make a new fs.testing.RankPool."))
             try:
                 for worker in self._workers:
                     with contextlib.suppress(BrokenPipeError):
@@ -312,7 +311,7 @@ class RankPool:
         return replies | {rank: Failure(what, stacks[rank], late=True) for rank in silent}
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Return the stack of each of these ranks, empty if it cannot write one any more."""
+        """Return the stack of each of these ranks; empty if it can't write one anymore."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGUSR1)
@@ -321,7 +320,7 @@ class RankPool:
         return {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
 
     def close(self) -> None:
-        """Ends the ranks; those that are still at work 2 s later are killed. Closing twice is harmless."""
+        """End the ranks, and kill those that still run after 2 s. Closing twice is allowed."""
         if self._owner == os.getpid():
             for worker in self._workers:
                 worker.pipe.close()
@@ -331,7 +330,7 @@ class RankPool:
             self.kill()
 
     def kill(self) -> None:
-        """Ends the ranks at once, whatever they are doing."""
+        """Kill the ranks."""
         if self._owner == os.getpid():
             for worker in self._workers:
                 worker.process.kill()
@@ -350,7 +349,7 @@ class RankPool:
 
 
 _POOLS: dict[int, RankPool] = {}  # by size, in the order of their last use
-_IDLE_RANKS = 20  # at most so many processes wait for calls, since their threads wake up
+_IDLE_RANKS = 20  # most processes that wait for calls, since threads of each wake up regularly
 
 
 @atexit.register
@@ -363,31 +362,28 @@ def _close_pools() -> None:
 def run_ranks(
     fn: Callable[..., Result], n: int, /, *args: Any, timeout: float | None = None, seed: int = 0, **kwargs: Any
 ) -> list[Result]:
-    """Runs `fn(*args, **kwargs)` on each of `n` gloo ranks on this machine.
+    """Run `fn(*args, **kwargs)` on each of `n` gloo ranks on this machine.
 
-    The ranks are processes of a pool that is kept for each `n`, until this process ends or calls have left so many
-    process groups behind that these cost time: then the next call gets a new one. Before each call Python's and torch's
-    generators are seeded and the caller's warning filters are set, so an example does not depend on the ones before
-    it. Everything is pickled on the way: return local tensors, not DTensors.
+    Processes are kept for the next call with the same `n`. Before each call, the seeds of Python and torch and the
+    caller's warning filters are set, so that calls don't depend on each other. Arguments and results are pickled:
+    return local tensors, not DTensors.
 
     Args:
-        fn: a function at the top level of a module that the ranks can import. In a notebook or an interpreter any
-            function: there, functions are pickled by value, which needs `pip install 'fsharding[notebook]'`.
-        n: how many ranks run it, 1 or more.
-        *args: arguments, the same for every rank.
-        timeout: seconds until the call is given up; by default 60 in a test of pytest, and elsewhere no limit, which
-            `math.inf` asks for everywhere.
-        seed: of Python's and torch's generators, the same on every rank.
-        **kwargs: more of them; `timeout` and `seed` are not passed on.
+        fn: Function at the top level of a module. In a notebook or an interpreter, any function: it is pickled by
+            value, which needs `pip install 'fsharding[notebook]'`.
+        n: Number of ranks, at least 1.
+        *args: Arguments, the same for every rank.
+        timeout: Limit in seconds: by default 60 in a pytest test, otherwise none; `math.inf` for none everywhere.
+        seed: Seed of Python's and torch's generators, the same on every rank.
+        **kwargs: Keyword arguments of `fn`.
 
     Returns:
-        What each rank returned, in rank order.
+        A list of each rank's result, in rank order.
 
     Raises:
-        RankError: `fn` or an argument cannot be pickled, or a rank raised, died or did not answer in time. The others
-            are waited for 1 s more, then the pool is killed; the next call gets a new one. The exception is a
-            `RankFailure`, with `errors` and `exceptions` of each rank.
-        ConfigError: `fn` is of a notebook, and cloudpickle is not installed.
+        RankError: `fn` or an argument can't be pickled, or a rank raised, died or did not reply in time; the other
+            ranks get 1 s to reply, then all are killed. The exception is a `RankFailure`.
+        ConfigError: `fn` is defined in a notebook, and cloudpickle isn't installed.
 
     Example:
         >>> import math
@@ -398,7 +394,7 @@ def run_ranks(
     if pool is not None and not pool.alive:
         pool.kill()
         pool = None
-    # Last in order: the pool that was used last. The others go, from the first on, as their ranks get too many.
+    # The dict is in the order of last use. With too many ranks, the least recently used pools are closed.
     _POOLS[n] = pool = pool or RankPool(n)
     while sum(_POOLS) > max(_IDLE_RANKS, n):
         _POOLS.pop(next(iter(_POOLS))).close()
@@ -431,7 +427,7 @@ def _body(*call: Any) -> bytes:
     if importlib.util.find_spec("cloudpickle") is not None:
         return importlib.import_module("cloudpickle").dumps(call)  # lazy: an extra
     if getattr(call[0], "__module__", None) == "__main__":
-        rule = f"cannot send {name_of(call[0])} to the ranks, which cannot import a notebook or an interpreter."
+        rule = f"cannot send {name_of(call[0])} to the ranks, which can't import a notebook or an interpreter."
         mend = "Install cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
         raise ConfigError(report(f"fs.run_ranks {rule}", mend=mend))
     return pickle.dumps(call)

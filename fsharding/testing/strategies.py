@@ -1,4 +1,4 @@
-"""Hypothesis strategies for meshes, specs, shardings, trees, layouts and whole cases: data, made without any process.
+"""Hypothesis strategies for meshes, specs, shardings, trees, layouts and test cases, without processes.
 
 Guarantee: everything shrinks to one rank and one replicated leaf.
 """
@@ -18,7 +18,7 @@ try:
     from hypothesis import strategies as st
     from hypothesis.strategies import SearchStrategy
 except ModuleNotFoundError as error:
-    _mend = 'Install the extra that has it: pip install "fsharding[testing]".'
+    _mend = 'Install it: pip install "fsharding[testing]".'
     raise ConfigError(report("fsharding.testing.strategies needs hypothesis.", mend=_mend)) from error
 
 from fsharding.base.tree import Tree
@@ -43,7 +43,7 @@ _KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16,
 _DATA_NAMES = (("embed",), ("expert",), ("embed", "expert"))
 _MODEL_NAMES = ("heads", "mlp", "vocab")
 
-# Hypothesis looks at each new strategy object, which takes longer than to draw from it: strategies of cases are kept.
+# Hypothesis validates each new strategy object, which takes longer than drawing from it, so strategies are cached.
 _pick = functools.cache(st.sampled_from)
 _shuffled = functools.cache(st.permutations)
 _upto = functools.cache(functools.partial(st.integers, 0))
@@ -54,9 +54,9 @@ _flag = st.booleans()
 def meshes(
     draw: LazyTensor, max_ranks: int = 8, axes: Sequence[str] = AXES, orders: bool = True, subset_of: int | None = None
 ) -> AbstractMesh:
-    """Meshes of up to `max_ranks` ranks; shrinks to one rank."""
+    """Generate meshes of up to `max_ranks` ranks; shrinks to one rank."""
     most = max_ranks if subset_of is None else min(max_ranks, subset_of)
-    # A draw for each axis, whatever the others are: so each shrinks by itself, and no mesh is simpler than one rank.
+    # One draw for each axis, whatever the others are, so that each shrinks by itself.
     order = draw(_shuffled(tuple(axes)))
     chosen = {axis: draw(_upto(len(_AXIS_SIZES) - 1)) for axis in axes}
     left = most
@@ -77,17 +77,17 @@ _AXIS_SIZES = (1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8)
 
 @st.composite
 def specs(draw: LazyTensor, shape: Sequence[int] | int, mesh: AbstractMesh) -> PartitionSpec:
-    """Specs in which every axis of a mesh cuts one dim or none, in any order; shrinks to `P()`."""
+    """Generate specs in which every axis of a mesh shards at most one dim, in any order; shrinks to `P()`."""
     ndim = shape if isinstance(shape, int) else len(shape)
-    cuts: list[list[str]] = [[] for _ in range(ndim + 1)]
+    by_dim: list[list[str]] = [[] for _ in range(ndim + 1)]  # the first list has the axes that shard no dim
     for axis in draw(_shuffled(mesh.names)):
-        cuts[draw(_upto(ndim))].append(axis)
-    return P(*(tuple(cut) for cut in cuts[1:]))
+        by_dim[draw(_upto(ndim))].append(axis)
+    return P(*map(tuple, by_dim[1:]))
 
 
 @st.composite
 def shardings(draw: LazyTensor, shape: Sequence[int], mesh: AbstractMesh, *, assigned: bool = True) -> NamedSharding:
-    """Shardings of a tensor on a mesh; shrinks to a replicated one."""
+    """Generate shardings of a tensor on a mesh; shrinks to a replicated one."""
     explicit = draw(_flag)
     spec = draw(specs(shape, mesh))
     free = tuple(axis for axis in mesh.names if axis not in spec.all_axes)
@@ -103,20 +103,20 @@ def shardings(draw: LazyTensor, shape: Sequence[int], mesh: AbstractMesh, *, ass
 
 
 def _owned(draw: LazyTensor, count: int, owners: int) -> list[list[int]]:
-    """Every index below `count` for one of the owners, in any order."""
+    """Assign each index below `count` to one of the owners, in any order."""
     owner = [draw(_upto(owners - 1)) for _ in range(count)]
     order = draw(_shuffled(tuple(range(count))))
     return [[index for index in order if owner[index] == this] for this in range(owners)]
 
 
 def strategies() -> SearchStrategy[Strategy]:
-    """All levels, each with every choice of what is cut over `replica` as well; shrinks to zero(0)."""
+    """Generate all ZeRO levels, each with any choice of what is also sharded over `replica`; shrinks to zero(0)."""
     levels = st.sampled_from([zero(0), zero(1), zero(2), zero(3)])
     return st.builds(hybrid, levels, params=st.booleans(), grads=st.booleans(), opt_state=st.booleans())
 
 
 def shapes(max_dims: int = 3) -> SearchStrategy[tuple[int, ...]]:
-    """Shapes of up to `max_dims` dims, whose sizes divide by little, or are 0; shrinks to `()`."""
+    """Generate shapes of up to `max_dims` dims, with sizes of few divisors, or 0; shrinks to `()`."""
     return st.lists(st.sampled_from(_SIZES), max_size=max_dims).map(tuple)
 
 
@@ -129,12 +129,12 @@ def leaves(
     layers: int | None = None,
     fused: bool = True,
 ) -> Leaf:
-    """Leaves with or without dim names, which fit the rules of `rules()`; shrinks to a 0-d leaf of the first dtype."""
+    """Generate leaves with or without dim names, all in `rules()`; shrinks to a 0-d leaf of the first dtype."""
     shape = [draw(_pick(_SIZES)) for _ in range(draw(_upto(max_dims)))]
     dtype = draw(_pick(tuple(dtypes)))
     names: list[DimName] = []
     if layers is not None or draw(_flag):
-        # At most one name for tp: an axis cuts one dim of a leaf. Beside experts, data axes that own them cut nothing.
+        # At most one name for tp, since an axis shards one dim. Data axes that own experts shard no other dim.
         known = (draw(_pick(_MODEL_NAMES)), *draw(_pick(_DATA_NAMES)), *[None] * max_dims)
         names = [known[place] for place in draw(_shuffled(tuple(range(max_dims + 1))))[: len(shape)]]
     if fused and draw(_flag):
@@ -149,7 +149,7 @@ _leaves = functools.cache(leaves)
 
 
 def _in_parts(draw: LazyTensor, name: DimName, size: int) -> DimName:
-    """The name of a dim that is made of up to three parts, which may be empty."""
+    """Generate the name of a dim of up to three fused parts, which may be empty."""
     if name not in _MODEL_NAMES:
         return name
     first, second = sorted(draw(_upto(size)) for _ in range(2))
@@ -158,8 +158,7 @@ def _in_parts(draw: LazyTensor, name: DimName, size: int) -> DimName:
 
 @st.composite
 def trees(draw: LazyTensor, dtypes: Sequence[torch.dtype] = _KINDS, *, fused: bool = True) -> Tree:
-    """Dicts of leaves, lists, dicts and NamedTuples, some with a subtree `blocks` of stacked leaves."""
-    # Shrinks to `{"a": Leaf()}`.
+    """Generate trees of dicts, lists and NamedTuples, some with a stack `blocks`; shrinks to `{"a": Leaf()}`."""
     plain = _leaves(tuple(dtypes), fused=fused)
 
     def node(depth: int) -> Tree:
@@ -183,11 +182,11 @@ _trees = functools.cache(trees)
 
 @st.composite
 def rules(draw: LazyTensor) -> AxisRules:
-    """Rules for every name of the drawn leaves; shrinks to the default ones."""
+    """Generate rules for all names that `leaves` uses; shrinks to the default ones."""
     if not draw(_flag):
         return DEFAULT_RULES
     layers = draw(_pick(("pp", None)))
-    # One axis, since a dim that is made of parts takes no more.
+    # One axis, since a dim of fused parts can't have more.
     wide = "tp" if layers else draw(_pick(("tp", "pp")))
     return DEFAULT_RULES.replace(
         layers=layers,
@@ -211,7 +210,7 @@ def homes(
     *,
     stages: bool = True,
 ) -> Home:
-    """Homes of a tree: mesh, strategy, rules, precision, stages; shrinks to one rank and zero(0)."""
+    """Generate homes of a tree: mesh, strategy, rules, precision, stages; shrinks to one rank and zero(0)."""
     return _home(draw, tree, draw(_meshes()) if mesh is None else mesh, tuple(precisions), stages)
 
 
@@ -223,7 +222,7 @@ def _home(
 
 
 def _stages(draw: LazyTensor, tree: Tree, size: int) -> dict[str, Any]:
-    """Some subtrees on one stage or on several, layers of stacks on any stage and in any order."""
+    """Generate stages: subtrees on any stage, and layers of stacks on any stage in any order."""
     result: dict[str, Any] = {}
     for name in tree if size > 1 else ():
         if not draw(_flag):
@@ -235,15 +234,15 @@ def _stages(draw: LazyTensor, tree: Tree, size: int) -> dict[str, Any]:
 
 @st.composite
 def layouts(draw: LazyTensor, tree: Tree, mesh: AbstractMesh | None = None) -> Layout:
-    """Layouts of a tree of leaves on an abstract mesh; shrinks to nothing cut on one rank."""
-    # On a rank, `layout.with_mesh(device_mesh(layout.mesh))` is the same with devices.
+    """Generate layouts of a tree of leaves on an abstract mesh; shrinks to replication on one rank."""
+    # On ranks, `layout.with_mesh(device_mesh(layout.mesh))` is the same layout with devices.
     where = draw(_meshes()) if mesh is None else mesh
     return _home(draw, tree, where, (FP32, BF16)).layout(tree)
 
 
 @st.composite
 def reshard_cases(draw: LazyTensor, max_ranks: int = 8, *, subsets: bool = True, exact: bool = False) -> ReshardCase:
-    """A tree and two homes on any two meshes; shrinks to one replicated leaf that stays on one rank."""
+    """Generate a tree and two homes on any two meshes; shrinks to one replicated leaf that stays on one rank."""
     tree = draw(_trees((torch.float32,) if exact else _KINDS, fused=not exact))
     precision = FP32 if exact else draw(_pick((FP32, BF16)))
     world = draw(_upto(max_ranks - 1)) + 1 if subsets else None
@@ -253,7 +252,7 @@ def reshard_cases(draw: LazyTensor, max_ranks: int = 8, *, subsets: bool = True,
 
 @st.composite
 def train_cases(draw: LazyTensor, max_ranks: int = 8) -> TrainCase:
-    """Runs on any mesh that train at least one leaf; shrinks to one step of one leaf on one rank."""
+    """Generate runs on any mesh that train at least one leaf; shrinks to one step of one leaf on one rank."""
     leaves = draw(_trees((torch.float32, torch.int64), fused=False).filter(_trains))
     return TrainCase(
         leaves,
@@ -266,5 +265,5 @@ def train_cases(draw: LazyTensor, max_ranks: int = 8) -> TrainCase:
 
 
 def _trains(leaves: Tree) -> bool:
-    """Whether a leaf has a gradient: a train step refuses a tree without one."""
+    """Return whether a leaf has a gradient, without which a train step raises."""
     return any(leaf.dtype.is_floating_point and not leaf.frozen for leaf in tree.leaves(leaves))

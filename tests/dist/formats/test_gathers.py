@@ -284,8 +284,8 @@ def test_stochastic_rounding_wants_a_key():
     run = fs.value_and_grad(fs.model_loss(MODEL), precision=precision)
     text = refusal(run, state.params, batch, kind=ConfigError)
     assert text == (
-        "fs.gather_unit rounds blocks.down by key, and has none.\n"
-        "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
+        "fs.gather_unit needs a key to round blocks.down stochastically.\n"
+        "Pass a key, int64[2], a different one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
     )
     key = fs.random.key(1)
     (_, count), _ = fs.value_and_grad(fs.model_loss(MODEL), precision=precision, key=key)(state.params, batch)

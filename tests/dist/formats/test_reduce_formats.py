@@ -205,8 +205,8 @@ def rounds_without_a_key():
 def test_stochastic_terms_need_a_key():
     (text,) = {*run_ranks(rounds_without_a_key, 2)}
     assert text == (
-        "fs.value_and_grad rounds terms of the gradient of w by key, and has none.\n"
-        "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
+        "fs.value_and_grad needs a key to round partial gradients of w stochastically.\n"
+        "Pass a key, int64[2], a different one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
     )
 
 

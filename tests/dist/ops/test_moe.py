@@ -315,7 +315,7 @@ def what_moves():
     halves = [fs.typeof(x) for x in fs.tree.leaves((params, grads))]
     again = fs.tree.map(torch.clone, params)
     assert fs.typeof(again["gate"]) == fs.typeof(params["gate"]) == halves[1]
-    with pytest.raises(LayoutError, match="moves reduced leaves along data axes"):
+    with pytest.raises(LayoutError, match="moves leaves without partial sums, along data axes"):
         fs.redistribute({"gate": params["gate"]}, {"gate": fs.NamedSharding(mesh)})
     whole = fs.unshard(params)
     assert_bitwise_equal(whole["gate"], values(EXPERTS, HIDDEN, DIM, seed=1))

@@ -286,7 +286,7 @@ def test_a_hang_ends_at_the_timeout_and_says_where():
     assert text.startswith(
         f"fs.run_ranks could not finish {hang.__module__}.hang on 2 ranks.\n"
         "  rank 1 had not answered after 0.5 s\n"
-        "Give it more seconds with timeout=, or see below where the ranks stand.\n"
+        "Pass a larger timeout=, or see below where each rank was.\n"
         "To repeat it: run_ranks(hang, 2, 1, seed=0)\n\n"
         "Rank 1:\n"
     )
@@ -337,7 +337,7 @@ def test_what_cannot_be_sent_is_refused_before_the_ranks_see_it():
 def test_fewer_than_one_rank():
     with pytest.raises(RankError) as caught:
         run_ranks(pid, 0)
-    assert str(caught.value) == "fs.testing.RankPool cannot start 0 ranks.\nGive one or more."
+    assert str(caught.value) == "fs.testing.RankPool cannot start 0 ranks.\nPass a size of 1 or more."
 
 
 def test_a_pool_of_ones_own():
@@ -351,7 +351,7 @@ def test_a_pool_of_ones_own():
     pool.close()
     with pytest.raises(RankError) as caught:
         pool.run(pid)
-    assert str(caught.value) == "fs.testing.RankPool.run got a pool that has ended.\nMake a new RankPool."
+    assert str(caught.value) == "fs.testing.RankPool.run got a pool that has ended.\nMake a new fs.testing.RankPool."
     with RankPool(2, timeout=0.5) as pool, pytest.raises(RankError, match=r"rank 0 had not answered after 0\.5 s"):
         pool.run(hang, 0)
 
@@ -396,8 +396,8 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1 and len(done.stderr.splitlines()) < 20
     assert done.stderr.endswith(
-        "fs.run_ranks cannot start ranks, which import the script and would start ranks themselves.\n"
-        'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.\n'
+        "fs.run_ranks cannot start ranks: they import the script, which would start ranks again.\n"
+        'Put the code of a script that calls run_ranks under `if __name__ == "__main__":`.\n'
     )
 
 
@@ -416,8 +416,8 @@ def test_a_function_below_the_guard_is_told_so(tmp_path):
     )
     assert done.returncode == 1
     assert (
-        "cannot find double on the ranks: they import the script, without what is below its `if __name__`.\n"
-        "Define it above, at the top level of the file.\n"
+        "cannot find double on the ranks: they import the script, without the code under its `if __name__`.\n"
+        "Define it above that line, at the top level of the file.\n"
     ) in done.stderr
 
 
@@ -462,7 +462,7 @@ def test_without_cloudpickle_a_function_of_an_interpreter_names_the_extra(monkey
     with pytest.raises(ConfigError) as caught:
         run_ranks(f, 2)
     assert str(caught.value) == (
-        "fs.run_ranks cannot send __main__.f to the ranks, which cannot import a notebook or an interpreter.\n"
+        "fs.run_ranks cannot send __main__.f to the ranks, which can't import a notebook or an interpreter.\n"
         "Install cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
     )
 
@@ -498,4 +498,4 @@ def test_a_rank_whose_end_is_not_known_yet_is_not_said_to_have_exited():
     theirs.close()
     slow = SimpleNamespace(join=lambda timeout: None, exitcode=None)
     failure = _Worker(slow, ours).receive()
-    assert failure.died and failure.what == "closed its pipe, and had not ended 10 s later"
+    assert failure.died and failure.what == "closed its pipe, and had not exited 10 s later"

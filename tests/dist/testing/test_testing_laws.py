@@ -66,15 +66,15 @@ def test_transposes_are_told_from_others():
         assert [found[name] for found in results] == [""] * 4, name
     for found in results:
         first, left, right = found["half"].split("\n")
-        assert first == "fs.testing.assert_adjoint found that the halves are no transposes on mesh {tp: 2, dp: 2}."
+        assert first == "fs.testing.assert_adjoint found that the halves aren't transposes on mesh {tp: 2, dp: 2}."
         assert left.startswith("  sum of <op x, y> is ") and right.startswith("  sum of <x, dual y> is ")
         assert found["half"] == results[0]["half"]
         assert found["shapes"] == (
-            "fs.testing.assert_adjoint found that gather and nothing are no transposes: shapes differ on 4 ranks.\n"
+            "fs.testing.assert_adjoint found that gather and nothing aren't transposes: shapes differ on 4 ranks.\n"
             "  x has [(2, 3)] here, dual(op(x)) has [(4, 3)]"
         )
-        assert found["not shared"].startswith("fs.testing.assert_adjoint found that vary and psum are no transposes")
-        assert found["one rank"].startswith("fs.testing.assert_adjoint found that it are no transposes")
+        assert found["not shared"].startswith("fs.testing.assert_adjoint found that vary and psum aren't transposes")
+        assert found["one rank"].startswith("fs.testing.assert_adjoint found that it aren't transposes")
 
 
 def reference_checks():

@@ -188,7 +188,7 @@ def test_pieces_of_whole_blocks_have_no_more_scales_than_blocks():
                 continue
             for members in (2, 4) if dim == 0 else (3,):
                 plan = quantized_terms(((shape, dim),), (members,), format, scatter=True)
-                assert plan.codes.width * members == format.bytes(shape)
+                assert plan.sent.width * members == format.bytes(shape)
     assert quantized_terms(((shape, 1),), (2,), formats.MXFP8, scatter=True).terms[0].sent == (1, 16)
     assert quantized_terms(((shape, 0),), (2,), formats.TENSORWISE, scatter=True).terms[0].sent == (64, 96)
     # Two codes share a byte where pieces are even.

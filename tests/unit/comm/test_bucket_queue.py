@@ -44,7 +44,7 @@ def test_as_many_are_in_flight_as_there_is_room_for():
     assert log[5:] == ["wait b", "take b", "wait c", "take c", "start d"]
     queue.advance()
     assert len(log) == 10 and not last.is_ready(), "nobody waits for room, so nothing is waited for"
-    queue.finish()
+    last.wait()
     assert log[10:] == ["wait d", "take d"] and last.is_ready()
 
 
@@ -72,8 +72,7 @@ def test_after_a_failure_all_are_released():
 def test_events_follow_the_calls(limit):
     queue = BucketQueue(limit)
     with following() as events:
-        add(queue, *(Bucket(str(i), 1, []) for i in range(4)))
-        queue.finish()
+        add(queue, *(Bucket(str(i), 1, []) for i in range(4))).wait()
     assert [event.what for event in events].count("start") == 4 == [event.what for event in events].count("wait")
     flying, most = 0, 0
     for what, name in events:

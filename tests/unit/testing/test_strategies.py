@@ -136,7 +136,7 @@ def test_local_parts_make_the_whole(shape, mesh, data):
 def test_without_hypothesis_the_error_names_the_extra():
     code = "import sys; sys.modules['hypothesis'] = None\nimport fsharding.testing\nimport fsharding.testing.strategies"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    want = 'ConfigError: fsharding.testing.strategies needs hypothesis.\nInstall the extra that has it: pip install "fsharding[testing]".'
+    want = 'ConfigError: fsharding.testing.strategies needs hypothesis.\nInstall it: pip install "fsharding[testing]".'
     assert want in done.stderr
 
 
