@@ -7,14 +7,6 @@ from fsharding.pipeline.schedule import Schedule, check_schedule, layers_of, mak
 from fsharding.pipeline.stages import stages_of
 
 __all__ = [
-    "Action",
-    "Schedule",
-    "check_schedule",
-    "draw_schedule",
-    "layers_of",
-    "make_schedule",
-    "pipeline_grads",
-    "plan_schedule",
-    "stages_for",
-    "stages_of",
-]
+    "Action", "Schedule", "check_schedule", "draw_schedule", "layers_of", "make_schedule", "pipeline_grads",
+    "plan_schedule", "stages_for", "stages_of",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Actions: the vocabulary of a pipeline schedule, and what each action needs before it."""
+"""Actions of a pipeline schedule, and what each needs before it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from fsharding.base.errors import ScheduleError, message
 from fsharding.base.public import public
 
-__all__ = [
-    "COMPUTES",
-    "KINDS",
-    "MESSAGES",
-    "Action",
-    "Kind",
-    "Owner",
-    "Table",
-    "needs",
-    "partner",
-    "peer",
-    "uses_parameters",
-]
+__all__ = ["COMPUTES", "KINDS", "MESSAGES", "Action", "Kind", "Owner", "Table", "needs", "partner", "peer"]
 
 Kind: TypeAlias = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "SCATTER"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -31,30 +19,30 @@ _PATTERN = re.compile(rf"(\d+)({'|'.join(KINDS)})(\d*)")
 
 
 class Action(NamedTuple):
-    """One thing that a rank does for one of its stages. Prints as `3F0`: stage 3, forward, microbatch 0.
+    """One action of a rank for one of its stages. Prints as `3F0`: stage 3, forward, microbatch 0.
 
-    | kind | what |
+    | kind | action |
     |---|---|
     | F | forward |
     | B | backward, for the inputs and the weights |
     | I | backward for the inputs only |
     | W | backward for the weights only, some time after I |
-    | SEND_F, RECV_F | activations to the next stage, from the stage before |
-    | SEND_B, RECV_B | gradients to the stage before, from the next stage |
-    | GATHER | get the stage's parameters over the data axes and keep them to the end of its last F, B or I |
-    | SCATTER | reduce the stage's gradients over the data axes, to where the optimizer wants them |
+    | SEND_F, RECV_F | send activations to the next stage, receive them from the previous stage |
+    | SEND_B, RECV_B | send gradients to the previous stage, receive them from the next stage |
+    | GATHER | all-gather the stage's parameters over the data axes; they stay until the end of its last F, B or I |
+    | SCATTER | reduce the stage's gradients over the data axes, to the optimizer's shardings |
 
-    GATHER and SCATTER start collectives. The first F of the stage waits for its parameters; the end of the step for its
-    gradients. With a microbatch, a GATHER is for the next F, B or I of that microbatch: it starts the stage's first
+    GATHER and SCATTER start collectives; the first F of the stage waits for its parameters, and the end of the step for
+    its gradients. With a microbatch, a GATHER serves the next F, B or I of that microbatch: it starts the stage's first
     unit, and the compute prefetches the others. With a microbatch, a SCATTER stands for the reductions to
-    `layout.grads` that its B or W has started; they finish before this rank reduces anything else. The last SCATTER of
-    a stage also reduces to the optimizer's shardings. W uses tensors that I has saved, and no parameters. I of the
-    first stage runs its backward and returns no input gradient.
+    `layout.grads` that its B or W has started; they finish before this rank adds other gradients. The last SCATTER of a
+    stage also reduces to the optimizer's shardings. W uses tensors that I has saved, and no parameters. I of the first
+    stage runs its backward and returns no input gradient.
 
     Attributes:
-        kind: one of `KINDS`.
-        stage: the stage that acts, in a message as well: the sender's own in a send, the receiver's own in a receive.
-        microbatch: None in a GATHER or SCATTER that stands for all of them.
+        kind: One of `KINDS`.
+        stage: Stage that acts. In a message: the sender for a send, the receiver for a receive.
+        microbatch: Number of the microbatch; None in a GATHER or SCATTER for all of them.
 
     Example:
         >>> schedule = fs.pipeline.plan_schedule("gpipe", ranks=2, microbatches=2)
@@ -71,13 +59,24 @@ class Action(NamedTuple):
 
     __str__ = __repr__
 
+    @property
+    def uses_parameters(self) -> bool:
+        """Whether it computes with the parameters of its stage; W uses tensors saved by I instead."""
+        return self.kind in ("F", "B", "I")
+
     @staticmethod
     @public
     def parse(text: str) -> Action:
-        """The action that prints so: `Action.parse("3SEND_F0")`.
+        """Parse the text of an action: `Action.parse("3SEND_F0")`.
+
+        Args:
+            text: Stage, kind and microbatch, as an action prints.
+
+        Returns:
+            The action.
 
         Raises:
-            ScheduleError: no action prints so.
+            ScheduleError: The text isn't an action.
         """
         result = _PATTERN.fullmatch(text)
         if result is None:
@@ -87,16 +86,11 @@ class Action(NamedTuple):
         return Action(KINDS[KINDS.index(kind)], int(stage), int(microbatch) if microbatch else None)
 
 
-def uses_parameters(action: Action) -> bool:
-    """Return whether an action computes with the parameters of its stage; W has what it needs from I."""
-    return action.kind in ("F", "B", "I")
-
-
 Owner: TypeAlias = tuple[int, ...]
 """The rank of each stage."""
 
 Table: TypeAlias = tuple[tuple[Action, ...], ...]
-"""For each rank its actions, in order."""
+"""The actions of each rank, in order."""
 
 _PARTNERS: dict[Kind, tuple[Kind, int]] = {
     "SEND_F": ("RECV_F", +1),
@@ -107,7 +101,7 @@ _PARTNERS: dict[Kind, tuple[Kind, int]] = {
 
 
 def partner(action: Action) -> Action:
-    """Return the other end of a message: `3RECV_F0` for `2SEND_F0`."""
+    """Return the action at the other end of a message: `3RECV_F0` for `2SEND_F0`."""
     kind, step = _PARTNERS[action.kind]
     return Action(kind, action.stage + step, action.microbatch)
 
@@ -118,8 +112,8 @@ def peer(action: Action, owner: Owner) -> int:
 
 
 def needs(action: Action, owner: Owner) -> tuple[tuple[Action, ...], ...]:
-    """Return tuples of alternatives, one of each of which the same rank must have before an action."""
-    # A neighbor on the same rank hands over without messages, so its compute action stands for the receive.
+    """Return the prerequisites of an action on its rank, each as a tuple of alternatives."""
+    # If the neighbor stage is on the same rank, there is no message, and its compute action replaces the receive.
     kind, stage, microbatch = action
     forward = (Action("F", stage, microbatch),)
     match kind:
@@ -142,5 +136,5 @@ def needs(action: Action, owner: Owner) -> tuple[tuple[Action, ...], ...]:
 
 
 def _backward(stage: int, microbatch: int | None) -> tuple[Action, Action]:
-    """Return the actions that give the gradient of a stage's inputs."""
+    """Return the alternatives that compute the gradient of a stage's inputs."""
     return Action("B", stage, microbatch), Action("I", stage, microbatch)

@@ -1,4 +1,4 @@
-"""Walk this rank's row of a schedule: one graph for each stage and microbatch, messages between stages."""
+"""Run this rank's row of a schedule: one graph per stage and microbatch, messages between stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_me
 from fsharding.mesh.failures import among, naming_lost
 from fsharding.models.stacks import first_unit, first_units, scan_stacks
 from fsharding.ops.capacity import refused_if_full, watching_capacity
-from fsharding.pipeline.actions import Action, uses_parameters
+from fsharding.pipeline.actions import Action
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
 from fsharding.pipeline.stage_state import StageState
@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 _Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 Messages: TypeAlias = dict[tuple[int, _Shapes], tuple[Any, _Shapes]]
-"""The tree, shapes and dtypes of what a stage sends, by stage and by what its microbatch looks like."""
+"""Tree, shapes and dtypes of the activations that a stage sends, by stage and by the shapes of its microbatch."""
 
 
 def pipeline_grads(
@@ -67,31 +67,31 @@ def pipeline_grads(
     key: Tensor | None = None,
     prefetch_depth: int = 1,
 ) -> tuple[Tree, Tensor, Tensor]:
-    """Runs one step of a schedule. Collective over the whole mesh.
+    """Run one step of a schedule. Collective over the full mesh.
 
     Args:
-        model: a `Model`, whose blocks the stages share.
-        schedule: for the size of `pp`.
-        layout: planned with `stages=stages_of(model, schedule)`.
-        params: at rest in this layout.
-        pieces: the microbatches of this rank's data position; the same on all ranks along `pp`.
-        precision: dtypes of compute, wire and gradients, and formats: as `Layout.in_flight` gives it.
-        policy: what the blocks keep for backward.
-        scale: of the loss, for fp16: a number, or a 0-d tensor, which the host does not read.
-        known: tree, shapes and dtypes of activations from earlier calls with the same layout, schedule and precision;
+        model: `Model`, whose blocks are split over the stages.
+        schedule: Schedule for the size of `pp`.
+        layout: Layout planned with `stages=stages_of(model, schedule)`.
+        params: Parameters at rest in this layout.
+        pieces: Microbatches of this rank's data position, equal on all ranks along `pp`.
+        precision: Dtypes of compute, wire and gradients, and formats, from `Layout.in_flight`.
+        policy: What the blocks keep for backward.
+        scale: Loss scale for fp16: a number, or a 0-d tensor, which the host doesn't read.
+        known: Tree, shapes and dtypes of activations from earlier calls with the same layout, schedule and precision;
             updated in place. A sender describes them once per shape of microbatches.
-        agreement: of the step, which goes with the sums of losses and weights.
-        key: int64[2], for formats whose rounding is stochastic.
-        prefetch_depth: how many units of a stage are gathered ahead, where they are gathered for each microbatch.
+        agreement: Comparison of ranks, summed along with losses and counts.
+        key: Key int64[2] for stochastic rounding.
+        prefetch_depth: Number of units of a stage to gather ahead, if they are gathered per microbatch.
 
     Returns:
-        (gradients in `layout.main`, sum of losses times scale, sum of weights); the sums are float32, 0-d, the same on
-        all ranks.
+        (gradients in `layout.main`, sum of losses times scale, sum of counts). The sums are 0-d float32, equal on all
+        ranks.
 
     Raises:
-        LayoutError: the layout has other stages than the schedule.
-        TransformError: a stage gives other activations than before for a microbatch of the same shapes.
-        RankError: another rank is gone, or did not answer within the timeout of the mesh; it is named.
+        LayoutError: The layout's stages aren't the schedule's.
+        TransformError: A stage's activations differ from earlier ones for a microbatch of the same shapes.
+        RankError: A rank is lost, or doesn't answer within the mesh's timeout.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
@@ -129,8 +129,8 @@ def pipeline_loss(
     known: Messages | None = None,
     key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the forwards of a schedule alone; return the sums of losses and weights. Collective over the full mesh."""
-    # `known` must not be shared with a train step, whose activations may differ.
+    """Run only the forwards of a schedule; return the sums of losses and counts. Collective over the full mesh."""
+    # Don't share `known` with a train step, whose activations may differ.
     options = RunOptions(precision, key)
     policy = policies.save_except_gathered
     known = {} if known is None else known
@@ -143,7 +143,7 @@ def pipeline_loss(
 
 
 def _walked(caller: str, make: Callable[[], _Run], layout: Layout, result: Callable[[_Run], _T]) -> _T:
-    """Make a run, do its actions, and return its result; after a failure, release everything."""
+    """Make a run, run its actions, and return its result; after a failure, release everything."""
     run = None
     try:
         with naming_lost(caller, layout.mesh):
@@ -160,7 +160,8 @@ def _walked(caller: str, make: Callable[[], _Run], layout: Layout, result: Calla
 class _Flight:
     """A microbatch between forward and backward of a stage."""
 
-    # Of a sent activation only its gradient edge (None if it needs no gradient), shape and dtype are kept.
+    # An activation that has been sent is freed. `outputs` and `types` keep its gradient edge (None if it needs no
+    # gradient), shape and dtype, which is all that backward needs.
 
     tape: Tape
     inputs: list[Tensor]
@@ -189,9 +190,9 @@ class _Run:
     )
     sent: dict[Action, Handle[None]] = field(default_factory=dict[Action, Handle[None]])
     begun: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
-    # Microbatches whose last reductions are in flight while the rank computes something else, and how many were closed.
-    # Consecutive ones add to the same gradients, also across stages that share a leaf. So each one finishes before the
-    # next adds its first gradient.
+    # Microbatches whose last reductions are in flight while the rank computes, and the number of closed ones.
+    # Consecutive ones add to the same gradients, also across stages that share a leaf, so each finishes before the next
+    # adds its first gradient.
     closing: deque[tuple[Action, Tape]] = field(default_factory=deque[tuple[Action, Tape]])
     closed: int = 0
     losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
@@ -209,10 +210,11 @@ class _Run:
         self.stage_state = StageState(
             self.model, self.schedule, self.layout, self.params, self.options, trains=self.trains
         )
-        # Each GATHER of a microbatch is for the next of its computes that uses parameters.
+        # Each GATHER of a microbatch serves the next of its computes that uses parameters.
         self.uses = defaultdict[tuple[int, int | None], list[str]](list)
-        for kind, stage, m in filter(uses_parameters, actions):
-            self.uses[stage, m].append(kind)
+        for action in actions:
+            if action.uses_parameters:
+                self.uses[action.stage, action.microbatch].append(action.kind)
 
     # ------------------------------------------------------------------------------------------------------ a stage
     def _tape(self, stage: int, m: int) -> Tape:
@@ -234,7 +236,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------- actions
     def walk(self) -> None:
-        """Do this rank's actions, and wait for all that was sent."""
+        """Run this rank's actions, and wait for all sends."""
         for action in self.row():
             self.do(action)
         self._close_first(self.closed + len(self.closing))
@@ -243,9 +245,9 @@ class _Run:
 
     def row(self) -> tuple[Action, ...]:
         """Return this rank's actions, in order."""
-        # For a new shape of microbatches the sender first describes its activations, and receiving these blocks. A
-        # blocking receive that is posted early could deadlock, so `late` moves each one right before its use. All ranks
-        # along `pp` see the same shapes and decide alike.
+        # For a new shape of microbatches the sender first describes its activations, and that receive blocks the host.
+        # Posted early it could deadlock, so `late` moves each receive right before its use. All ranks along `pp` see
+        # the same shapes, and decide alike.
         row = self.schedule.table[self.rank]
         seen = {shapes for _, shapes in self.known}
         return row if all(self._looks(m) in seen for m in range(len(self.pieces))) else late(row, self.schedule.owner)
@@ -254,7 +256,7 @@ class _Run:
         return _shapes(tree.leaves(self.pieces[m]))
 
     def do(self, action: Action) -> None:
-        """Do one action, or post it."""
+        """Run one action, or post it."""
         kind, stage, m = action
         match kind:
             case "GATHER":
@@ -292,7 +294,7 @@ class _Run:
         note("end", action)
 
     def _gather(self, stage: int, m: int | None) -> None:
-        """Start to gather a stage, or its first unit; the others follow one by one while it computes."""
+        """Start to gather a stage, or only its first unit, which prefetches the others while it computes."""
         note("start", Action("GATHER", stage, m))
         if m is None:
             self.stage_state.gather(stage)
@@ -321,21 +323,21 @@ class _Run:
         self.notes += notes
         tape.context.end_forward()
         if last:
-            total, weight = out if isinstance(out, tuple) else (out, 1.0)
+            total, count = out if isinstance(out, tuple) else (out, 1.0)
             total = scaled_loss(total, self.scale)
             flight.outputs = [total if total.requires_grad else None]
-            self.losses.append((total.detach(), weight))
+            self.losses.append((total.detach(), count))
         else:
             flat, out_spec = tree.flatten(out)
             floating = [y for y in flat if y.is_floating_point()]
             flight.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in floating]
             flight.types = _shapes(floating)
             self.handed["F", stage, m] = out_spec, [y.detach() for y in flat]
-        if not self.trains:  # no backward follows
+        if not self.trains:
             self.flights.pop((stage, m)).tape.finish()
 
     def _b(self, stage: int, m: int, kind: str) -> None:
-        """Differentiates a microbatch; as I it leaves the products that give gradients of weights to `_w`."""
+        """Differentiate a microbatch; as I, defer products that give weight gradients to `_w`."""
         flight = self.flights[stage, m]
         if kind == "B":
             self._follow(flight.tape)
@@ -355,7 +357,7 @@ class _Run:
             self._end_backward(stage, m)
 
     def _w(self, stage: int, m: int) -> None:
-        """Computes the gradients of weights that I has left."""
+        """Compute the weight gradients that I has deferred."""
         flight = self.flights[stage, m]
         self._follow(flight.tape)
         if any(y is not None for y in flight.outputs):
@@ -363,12 +365,12 @@ class _Run:
         self._end_backward(stage, m)
 
     def _follow(self, tape: Tape) -> None:
-        """Has a microbatch that is about to reduce gradients wait, before it adds any, for the one before it."""
+        """Make a microbatch wait for the earlier ones before it adds its first gradient."""
         if before := self._closing_those_before():
             tape.context.reducer.follow(before)
 
     def _closing_those_before(self) -> Callable[[], None] | None:
-        """Return a function that finishes the microbatches that have ended their backward by now, if there are any."""
+        """Return a function that finishes the microbatches whose backward has ended by now; None without any."""
         ended = self.closed + len(self.closing)
         return functools.partial(self._close_first, ended) if ended else None
 
@@ -376,12 +378,12 @@ class _Run:
         """Finish the reductions of the first microbatches, in order, unless that has been done."""
         while self.closed < count:
             scatter, tape = self.closing.popleft()
-            self.closed += 1  # now, since the tape asks for those before it
+            self.closed += 1  # before `finish`, which itself calls this for the earlier ones
             tape.finish()
             note("wait", scatter)
 
     def _end_backward(self, stage: int, m: int) -> None:
-        """Release a microbatch; reductions per microbatch stay in flight until the next one adds its first gradient."""
+        """Release a microbatch; its own reductions stay in flight until the next one adds its first gradient."""
         tape = self.flights.pop((stage, m)).tape
         if self.stage_state.each:
             self.closing.append((Action("SCATTER", stage, m), tape))
@@ -389,7 +391,7 @@ class _Run:
             tape.finish()
 
     def _inputs(self, way: str, stage: int, m: int) -> tuple[Any, list[Tensor]]:
-        """Return the neighbor's output for this stage: handed over on one rank, else received."""
+        """Return the neighbor's output for this stage, handed over on this rank or received."""
         neighbor = stage - 1 if way == "F" else stage + 1
         if self.schedule.is_local(min(stage, neighbor)):
             return self.handed.pop((way, neighbor, m))
@@ -400,7 +402,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ messages
     def _tag(self, action: Action, number: int) -> int:
-        """Return a tag that no other tensor of a message of the step has; both ends compute the same."""
+        """Return the tag of a tensor of a message, unique in the step; both ends compute the same."""
         kind, stage, m = action
         assert m is not None
         sender = stage if kind.startswith("SEND") else stage - 1 if kind == "RECV_F" else stage + 1
@@ -415,14 +417,14 @@ class _Run:
         return send_recv(messages, [], self.group, self.device)
 
     def _tell(self, action: Action, peer: int, sent: tuple[Any, _Shapes]) -> None:
-        """Describe activations to the receiver, the first time that a stage sends them for such a microbatch."""
+        """Describe activations to the receiver, once per stage and shape of microbatches."""
         key = action.stage, self._looks(action.microbatch or 0)
         if key not in self.known and not self.others_are_fake:
             send_object(sent, peer, self.group, self.device)
         if self.known.setdefault(key, sent) != sent:
-            rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
+            rule = f"got different activations of stage {action.stage} for two microbatches of the same shapes."
             rows = [f"{text} {list(types)}" for text, (_, types) in (("before:", self.known[key]), ("now:", sent))]
-            mend = "Let the tree, shapes and dtypes of activations follow from the shapes of the batch."
+            mend = "Make the tree, shapes and dtypes of activations depend only on the shapes of the batch."
             raise TransformError(report(f"train step {rule}", rows, mend))
 
     def _receive(self, action: Action) -> tuple[Any, list[Tensor], Handle[None]]:
@@ -442,7 +444,7 @@ class _Run:
         return spec, leaves, send_recv([], messages, self.group, self.device)
 
     def _foresee(self, stage: int, m: int) -> None:
-        """Compute what a stage of a fake rank sends, from all stages up to it, on tensors without values."""
+        """Find what a stage on a fake rank sends, by running all stages up to it on tensors without values."""
         key = stage, self._looks(m)
         if key in self.known:
             return
@@ -460,7 +462,7 @@ class _Run:
 
     # -------------------------------------------------------------------------------------------------------- results
     def settle(self, *, wait: bool = True) -> None:
-        """Finish the sends that are done; with `wait` all of them."""
+        """Finish the sends that are done; with `wait`, all of them."""
         for action, pending in list(self.sent.items()):
             if wait or pending.is_ready():
                 self._guard(action, pending.wait)
@@ -475,10 +477,10 @@ class _Run:
         self.pool.close()
 
     def sums(self, agreement: StepAgreement | None) -> tuple[Tensor, Tensor]:
-        """Return the sums of scaled losses and of weights over all microbatches and ranks."""
+        """Return the sums of scaled losses and of counts over all microbatches and ranks."""
         terms = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for total, weight in self.losses:
-            terms += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
+        for total, count in self.losses:
+            terms += torch.stack((total.double(), torch.as_tensor(count, dtype=torch.float64, device=self.device)))
         terms[1] = refused_if_full(terms[1], self.notes)
         axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
         if agreement is not None:
@@ -490,7 +492,7 @@ class _Run:
 
 
 def _head(params: Tree) -> Tree:
-    """Return the head of a stage with the leaves that it shares; None on a stage without one."""
+    """Return the head of a stage with its tied leaves; None on a stage without a head."""
     return {**params["head"], **params["tied"]} if "head" in params else None
 
 

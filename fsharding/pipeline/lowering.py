@@ -1,4 +1,4 @@
-"""Lower compute actions to a table with messages, gathers and scatters."""
+"""Lower compute actions to a table with messages, all-gathers and reductions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from fsharding.pipeline.actions import MESSAGES, Action, Owner, Table, partner, peer, uses_parameters
+from fsharding.pipeline.actions import MESSAGES, Action, Owner, Table, partner, peer
 from fsharding.pipeline.simulation import Durations, Timeline, simulate
 
 __all__ = ["Frequency", "late", "lower"]
 
 Frequency: TypeAlias = Literal["step", "microbatch"]
-"""Once a step, or once for each microbatch."""
+"""Once a step, or once per microbatch."""
 
 
 class _Message(NamedTuple):
-    """A send with what orders it: when it is ready if each F, I and W takes 1, then its sender, so no two are equal."""
+    """A send and its sort key: the time it is ready if each F, I and W takes 1, then its sender."""
 
     ready: float
     sender: int
@@ -24,30 +24,24 @@ class _Message(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """Something to put before the compute action at `slot`; there, by `order` of its kind and then by time."""
+    """An action with its sort key: the number of the compute action that it precedes or is, its kind, its time."""
 
     slot: int
-    order: int
+    order: int  # 0 message, 1 SCATTER, 2 GATHER, 3 compute
     ready: float
     sender: int
     action: Action
 
 
 def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequency, ahead: int) -> Table:
-    """Return the full table of complete computes whose order has an end."""
+    """Insert messages, gathers and scatters into complete computes whose order has an end."""
     timeline = simulate(owner, computes, Durations())
-    entries = _messages(owner, timeline, computes, ahead)
+    messages = _messages(owner, timeline, computes, ahead)
     rows: list[tuple[Action, ...]] = []
     for rank, row in enumerate(computes):
-        extra = sorted(entries[rank] + _gathers(row, gather, ahead) + _scatters(row, scatter))
-        merged: list[Action] = []
-        at = 0
-        for slot in range(len(row) + 1):
-            while at < len(extra) and extra[at].slot == slot:
-                merged.append(extra[at].action)
-                at += 1
-            merged += row[slot : slot + 1]
-        rows.append(tuple(merged))
+        own = [_Entry(slot, 3, 0.0, 0, action) for slot, action in enumerate(row)]
+        entries = sorted(own + messages[rank] + _gathers(row, gather, ahead) + _scatters(row, scatter))
+        rows.append(tuple(entry.action for entry in entries))
     return tuple(rows)
 
 
@@ -67,7 +61,7 @@ def late(row: Sequence[Action], owner: Owner) -> tuple[Action, ...]:
 
 
 def _due(action: Action, held: Sequence[Action], owner: Owner) -> list[Action]:
-    """Return the receives before an action: for a send all between its ranks, else what it uses and those before."""
+    """Return the receives due before an action: all of a send's rank pair, or the one it uses and those before it."""
     if action.kind in MESSAGES:
         return [a for a in held if peer(a, owner) == peer(action, owner)]
     way = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(action.kind)
@@ -79,9 +73,10 @@ def _due(action: Action, held: Sequence[Action], owner: Owner) -> list[Action]:
 
 def _messages(owner: Owner, timeline: Timeline, computes: Table, ahead: int) -> list[list[_Entry]]:
     """Return the sends and receives of each rank."""
-    # The messages of two ranks are put in the order in which they are ready. On a rank a send has its place; a receive
-    # goes before the compute that uses it, and before every later message between the two. That never puts it before an
-    # earlier send of this rank: a message that was ready earlier was sent before the compute that uses this receive.
+    # Both ranks of a pair have their messages in one order, by the time they are ready, or they could deadlock. A send
+    # follows its compute. A receive goes before the compute that uses it, and before every later message of the pair.
+    # That never moves it before an earlier send of this rank: a message that is ready earlier is sent before the
+    # compute that uses this receive.
     place = [{action: i for i, action in enumerate(row)} for row in computes]
     pairs: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for rank, row in enumerate(timeline.spans):
@@ -103,7 +98,7 @@ def _messages(owner: Owner, timeline: Timeline, computes: Table, ahead: int) -> 
 
 
 def _send(action: Action, owner: Owner) -> Action | None:
-    """Return the message that a compute action has to send, if its result goes to another rank."""
+    """Return the send of a compute action whose result goes to a different rank, else None."""
     kind, stage, microbatch = action
     to = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(kind, -1)
     if not 0 <= to < len(owner) or owner[to] == owner[stage]:
@@ -112,9 +107,10 @@ def _send(action: Action, owner: Owner) -> Action | None:
 
 
 def _slots(rank: int, messages: list[_Message], place: dict[Action, int], ahead: int) -> list[int]:
-    """Return before which compute action one side of two ranks has each of its messages."""
+    """Return for each message of a pair the compute action of this rank before which it goes."""
     slots: list[int] = []
     latest = 1 + max(place.values(), default=-1)
+    # Backwards, so that `latest` is the slot of the next message, which no earlier one may pass.
     for _, sender, send in reversed(messages):
         if sender == rank:
             latest = _of(place, send, "F" if send.kind == "SEND_F" else "B") + 1
@@ -123,6 +119,7 @@ def _slots(rank: int, messages: list[_Message], place: dict[Action, int], ahead:
             latest = min(latest, _of(place, received, "F" if received.kind == "RECV_F" else "B"))
         slots.append(latest)
     slots.reverse()
+    # Receives are posted `ahead` computes early, but not before the previous message of the pair.
     for i, (_, sender, _) in enumerate(messages):
         if sender != rank:
             slots[i] = max(slots[i - 1] if i else 0, slots[i] - ahead)
@@ -130,7 +127,7 @@ def _slots(rank: int, messages: list[_Message], place: dict[Action, int], ahead:
 
 
 def _of(place: dict[Action, int], message: Action, kind: Literal["F", "B"]) -> int:
-    """Return where the compute action is that makes or uses a message; a backward is a B or an I."""
+    """Return the position of the compute action that makes or uses a message; a backward is a B or an I."""
     _, stage, microbatch = message
     result = place.get(Action(kind, stage, microbatch))
     return place[Action("I", stage, microbatch)] if result is None else result
@@ -142,7 +139,7 @@ def _gathers(row: tuple[Action, ...], frequency: Frequency, ahead: int) -> list[
     used: dict[Action, int] = {}  # by gather, the first slot after what it was last for
     for i, action in enumerate(row):
         gather = Action("GATHER", action.stage, action.microbatch if frequency == "microbatch" else None)
-        if uses_parameters(action) and (frequency == "microbatch" or gather not in used):
+        if action.uses_parameters and (frequency == "microbatch" or gather not in used):
             result.append(_Entry(max(used.get(gather, 0), i - ahead), 2, float(i), 0, gather))
             used[gather] = i + 1
     return result

@@ -1,4 +1,4 @@
-"""Pictures of pipeline schedules, as a PNG or as an SVG with the same bytes each time. matplotlib is an extra."""
+"""Pictures of pipeline schedules, as a PNG or a reproducible SVG. matplotlib is an extra."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_schedule", "has_matplotlib", "require_matplotlib", "save_figure"]
 
-_MOST_LABELS = 800  # more than this cannot be read, and take seconds to draw
+_MOST_LABELS = 800  # more are illegible, and take seconds to draw
 _COLORS = {"F": "#6f9bd1", "B": "#7fb77e", "I": "#7fb77e", "W": "#e0a458"}
 
 
 def has_matplotlib() -> bool:
-    """Return whether plots can be drawn."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def require_matplotlib(picture: str, *, instead: str) -> None:
-    """Check that plots can be drawn; `instead` is what to do without matplotlib, as the end of a sentence."""
+    """Check that matplotlib is installed; `instead`, the end of a sentence, is the alternative."""
     if not has_matplotlib():
         mend = f"pip install 'fsharding[plot]'{instead}."
         raise ConfigError(message(f"needs matplotlib to draw {picture}.", mend=mend))
@@ -43,21 +43,21 @@ def draw_schedule(
     backward_weight: float = 1.0,
     send: float = 0.0,
 ) -> None:
-    """Draws the timeline of a pipeline schedule: one row a rank, a bar for each F, B, I and W.
+    """Draw the timeline of a pipeline schedule: a row per rank with its idle share, a bar for each F, B, I and W.
 
-    Later stages of a rank are darker. Idle share and activations in flight stand at the end of each row.
+    Later stages of a rank are darker.
 
     Args:
-        schedule: a `Schedule`, one row for each rank.
-        path: the PNG to write, or the SVG if it ends with `.svg`.
-        forward: as in `Schedule.simulate`, and so for the others.
-        backward_input: of I.
-        backward_weight: of W.
-        send: of a message.
+        schedule: Schedule to draw.
+        path: File to write: an SVG if the name ends with `.svg`, else a PNG.
+        forward: Duration of F, as in `Schedule.simulate`.
+        backward_input: Duration of I.
+        backward_weight: Duration of W.
+        send: Latency of a message.
 
     Raises:
-        ConfigError: matplotlib is not installed.
-        ScheduleError: the schedule has no end.
+        ConfigError: matplotlib isn't installed.
+        ScheduleError: Some ranks would wait forever.
 
     Example:
         >>> import pathlib, tempfile
@@ -101,7 +101,7 @@ def save_figure(figure: Figure, out: Path) -> None:
     part = out.with_name(f".{out.name}.partial")
     try:
         if out.suffix == ".svg":
-            # Without a date, and with names of parts that do not change from one call to the next.
+            # No date and a fixed salt for ids, so that equal pictures have equal bytes.
             with matplotlib.rc_context({"svg.hashsalt": "fsharding"}):
                 figure.savefig(part, format="svg", metadata={"Date": None})
         else:

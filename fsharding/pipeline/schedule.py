@@ -1,4 +1,4 @@
-"""Pipeline schedules as values: for each rank of the axis `pp` a table of what it does, in order."""
+"""Pipeline schedules as values: the actions of each rank of the axis `pp`, in order."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Schedule:
     """The actions of every rank of a pipeline in one step.
 
     Attributes:
-        name: of the kind of schedule.
-        ranks: size of the axis `pp`.
-        stages: how many the model is cut into; stage 0 has the embedding, the last one the head and the loss.
-        microbatches: how many the batch is cut into.
-        owner: the rank of each stage.
-        table: for each rank its actions, in order. See `Action` for what they are and who waits for what.
+        name: Kind of schedule, such as "1f1b".
+        ranks: Size of the axis `pp`.
+        stages: Number of stages of the model; stage 0 has the embedding, the last one the head and the loss.
+        microbatches: Number of microbatches of the batch.
+        owner: Rank of each stage.
+        table: Actions of each rank, in order; see `Action`.
 
     Example:
         >>> fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=4)
@@ -46,7 +46,7 @@ class Schedule:
     table: Table
 
     def __hash__(self) -> int:
-        # Without the table, which has thousands of entries; equality looks at it.
+        # Without the table, which has thousands of entries; equality compares it.
         return hash((self.name, self.ranks, self.stages, self.microbatches, self.owner))
 
     def __repr__(self) -> str:
@@ -56,59 +56,65 @@ class Schedule:
         )
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in order."""
+        """Return the stages of a rank, in order."""
         return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
 
     def actions_on(self, rank: int) -> tuple[Action, ...]:
-        """The actions of a rank, in order."""
+        """Return the actions of a rank, in order."""
         return self.table[rank]
 
     def peer(self, action: Action) -> int:
-        """The rank at the other end of a send or receive, as a coordinate of `pp`."""
+        """Return the rank at the other end of a send or receive, as a coordinate of `pp`."""
         return peer(action, self.owner)
 
     def is_local(self, stage: int) -> bool:
-        """Whether a stage and the next one are on one rank: they hand over results without messages."""
+        """Return whether a stage and the next one are on one rank, and need no messages."""
         return stage + 1 < self.stages and self.owner[stage] == self.owner[stage + 1]
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For each rank the most (stage, microbatch) pairs whose F is done and whose B or W is not."""
+        """Peak number of (stage, microbatch) pairs of each rank whose F is done and whose B or W is not."""
         return simulation.in_flight(self.table)
 
     @public
     def simulate(
         self, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0, send: float = 0.0
     ) -> Timeline:
-        """The schedule in time, from the durations of one stage and one microbatch. See `plan_schedule` for formulas.
+        """Compute the timeline from the durations of one stage and one microbatch, in any one unit.
 
         Args:
-            forward: of F.
-            backward_input: of I; B takes this and the next.
-            backward_weight: of W.
-            send: from the end of a compute action until its message has arrived. Messages do not slow each other, and
-                gathers and scatters take no time.
+            forward: Duration of F.
+            backward_input: Duration of I. B takes this and `backward_weight`.
+            backward_weight: Duration of W.
+            send: Latency of a message after its compute action. Messages don't slow each other; gathers and scatters
+                take no time.
+
+        Returns:
+            A timeline with `total`, `bubble_share` and `idle_share(rank)`.
 
         Raises:
-            ScheduleError: some ranks wait for ever, or a duration is negative.
+            ScheduleError: Some ranks would wait forever, or a duration is negative or infinite.
         """
         durations = Durations(forward, backward_input, backward_weight, send)
         rows = [f"{name} is {x}" for name, x in durations._asdict().items() if not 0 <= x < float("inf")]
         if rows:
-            mend = "Durations are finite and not negative."
+            mend = "Pass finite durations that aren't negative."
             raise ScheduleError(message("cannot use these durations.", rows, mend))
         return simulation.simulate(self.owner, self.table, durations)
 
     def show(
         self, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0, send: float = 0.0
     ) -> str:
-        """The timeline as text: one row a rank, one column a slot of time.
+        """Draw the timeline as text: one row per rank, one column per slot of time.
 
         Args:
-            forward: as in `simulate`, and so for the others.
-            backward_input: of I.
-            backward_weight: of W.
-            send: of a message.
+            forward: Duration of F, as in `simulate`.
+            backward_input: Duration of I.
+            backward_weight: Duration of W.
+            send: Latency of a message.
+
+        Returns:
+            The text, which ends with the total time and the share of bubbles.
         """
         times = self.simulate(forward, backward_input, backward_weight, send)
         return f"{self}\n{times.show()}\ntotal {times.total:g}, bubbles {times.bubble_share:.1%}"
@@ -120,11 +126,11 @@ def _count(n: int, what: str, plural: str = "s") -> str:
 
 # ------------------------------------------------------------------------------------------------------------- planning
 Computes: TypeAlias = Sequence[Sequence[tuple[str, int, int]]]
-"""For each rank (kind, stage, microbatch) of its computes."""
+"""(kind, stage, microbatch) of each rank's computes."""
 
 
 class _Plan(NamedTuple):
-    """A kind of schedule: how many stages a rank has, whether they form a V, and the order of computes."""
+    """A kind of schedule: stages per rank, whether they form a V, and the order of computes."""
 
     least: int
     most: int | None
@@ -138,7 +144,7 @@ def _gpipe(ranks: int, local: int, microbatches: int) -> Computes:
 
 
 def _one_forward_one_backward(ranks: int, local: int, microbatches: int) -> Computes:
-    """Order as many forwards as there are stages behind, then a forward and a backward in turn."""
+    """Order one forward per later stage first, then a forward and a backward in turn."""
     rows: list[list[tuple[str, int, int]]] = []
     for r in range(ranks):
         early = min(ranks - 1 - r, microbatches)
@@ -177,9 +183,9 @@ def plan_schedule(
     scatter: Frequency | None = None,
     ahead: int = 1,
 ) -> Schedule:
-    """Plans a pipeline schedule. Pure and cached.
+    """Plan a pipeline schedule. Pure and cached.
 
-    | name | stages a rank | stage s is on rank | idle time of a rank |
+    | name | stages per rank | stage s is on rank | idle time of a rank |
     |---|---|---|---|
     | gpipe, 1f1b | 1 | s | (p-1)·(F+I+W) [1, 2] |
     | interleaved | v >= 2 | s mod p | (p-1)·(F+I+W), if m >= p [2] |
@@ -187,33 +193,35 @@ def plan_schedule(
     | zbv | 2 | as a V: 0 1 1 0 | (p-1)·F, if F = I = W and m >= 2p-1 [3] |
     | dualpipev | 2 | as a V: 0 1 1 0 | (p-1)·F, if F = I = W and m >= 2p [4] |
 
-    p is ranks, m is microbatches; F, I and W are times of one stage; messages take none. A rank is busy for
-    v·m·(F+I+W). So the bubble share, idle over idle + busy, is (p-1)/(m+p-1) for gpipe and 1f1b, and (p-1)/(v·m+p-1)
-    for interleaved; [2] gives it over busy alone: (p-1)/(v·m). With m < p interleaved idles for
-    (p-1+(v-1)(p-m))·(F+I+W). Where a condition does not hold, ask `simulate`.
-    For dualpipev, [4] computes some forwards and backwards as one, and then ranks idle for (p-1)·(F+2I-W). Here a
-    forward's result is sent before the backward starts, and ranks idle less.
+    p is ranks, m is microbatches; F, I and W are the durations of one stage; messages take no time. A rank is busy for
+    v·m·(F+I+W), so the bubble share (idle over idle + busy) is (p-1)/(m+p-1) for gpipe and 1f1b, and (p-1)/(v·m+p-1)
+    for interleaved; [2] divides by busy alone: (p-1)/(v·m). With m < p interleaved idles for
+    (p-1+(v-1)(p-m))·(F+I+W). If a condition doesn't hold, use `Schedule.simulate`. In [4], dualpipev overlaps forwards
+    with backwards, and ranks idle for (p-1)·(F+2I-W); here a forward's result is sent before the backward starts.
 
     [1] Huang et al. 2019, arXiv:1811.06965. [2] Narayanan et al. 2021, arXiv:2104.04473. [3] Qi et al. 2023,
-    arXiv:2401.10241 (ZB-H1 with v stages a rank; ZB-V, where the paper leaves out the time until a rank has its first
-    input). [4] DeepSeek-AI 2024, arXiv:2412.19437, and its DualPipe repository.
+    arXiv:2401.10241 (ZB-H1 with v stages per rank; ZB-V, without the time until a rank's first input). [4] DeepSeek-AI
+    2024, arXiv:2412.19437, and its DualPipe repository.
 
-    All but gpipe and 1f1b are torch's own orders. In each a stage's gradients come in the order of microbatches.
+    All orders but gpipe and 1f1b are torch's. Each adds a stage's gradients in the order of microbatches.
 
     Args:
-        name: the schedule, one of `SCHEDULES`, such as "1f1b".
-        ranks: size of the axis `pp`, p.
-        microbatches: m. dualpipev needs 2p of them; the interleaved ones a multiple of max(1, m // p).
-        stages_per_rank: v; by default the least that the schedule can have.
-        gather: gather sharded parameters once per "step" and keep them, or again for each F, B and I of a "microbatch".
-        scatter: reduce accumulated gradients once per "step", or each "microbatch" to `layout.grads`; by default as
-            `gather`.
-        ahead: how many computes before its use a receive or gather is posted, so that they overlap. A receive never
-            moves before an earlier message of the same two ranks. A backend may send nothing until it is posted. With
-            `gather="microbatch"` each keeps one more unit alive.
+        name: Name of the schedule, one of `SCHEDULES`.
+        ranks: Size of the axis `pp`, p.
+        microbatches: Number of microbatches, m: at least 2p for dualpipev, a multiple of max(1, m // p) for
+            interleaved ones.
+        stages_per_rank: Number of stages per rank, v. Default: the least of the schedule.
+        gather: When to gather sharded parameters: once per "step", and keep them, or again for each F, B and I of a
+            "microbatch".
+        scatter: When to reduce gradients: once per "step", or each "microbatch" to `layout.grads`. Default: `gather`.
+        ahead: Number of computes before its use at which a receive or gather is posted, to overlap. A receive never
+            passes an earlier message of its two ranks. With `gather="microbatch"` each keeps one more unit alive.
+
+    Returns:
+        The schedule.
 
     Raises:
-        ScheduleError: the schedule does not exist, or cannot have these numbers; all of them are listed.
+        ScheduleError: The schedule doesn't exist, or can't have these numbers; all of them are listed.
 
     Example:
         >>> fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=4)
@@ -221,12 +229,12 @@ def plan_schedule(
     """
     plan = _PLANS.get(name)
     if plan is None:
-        mend = f"Schedules are {', '.join(SCHEDULES)}.{did_you_mean(str(name), SCHEDULES, cutoff=0.4)}"
+        mend = f"Use one of {', '.join(SCHEDULES)}.{did_you_mean(str(name), SCHEDULES, cutoff=0.4)}"
         raise ScheduleError(message(f"knows no schedule {name!r}.", mend=mend))
     local = plan.least if stages_per_rank is None else stages_per_rank
     rows = _wrong_numbers(ranks=ranks, microbatches=microbatches, stages_per_rank=local)
     rows += _wrong_options(gather, scatter, ahead)
-    mend = "Give whole numbers from 1, and ahead from 0." if rows else ""
+    mend = "Pass integers from 1, and ahead from 0." if rows else ""
     rows = rows or _misfits(name, plan, ranks, local, microbatches)
     if rows:
         raise ScheduleError(message(f"cannot plan {name} with these numbers.", rows, mend))
@@ -238,7 +246,7 @@ def _is_count(value: object, least: int) -> bool:
 
 
 def _wrong_numbers(**numbers: int) -> list[str]:
-    return [f"{what} is {value!r}, not a number from 1" for what, value in numbers.items() if not _is_count(value, 1)]
+    return [f"{what} is {value!r}, not an integer from 1" for what, value in numbers.items() if not _is_count(value, 1)]
 
 
 def _wrong_options(gather: str, scatter: str | None, ahead: int) -> list[str]:
@@ -248,7 +256,7 @@ def _wrong_options(gather: str, scatter: str | None, ahead: int) -> list[str]:
         for what, frequency in options.items()
         if frequency not in get_args(Frequency)
     ]
-    return rows if _is_count(ahead, 0) else [*rows, f"ahead is {ahead!r}, not a number from 0"]
+    return rows if _is_count(ahead, 0) else [*rows, f"ahead is {ahead!r}, not an integer from 0"]
 
 
 def _misfits(name: str, plan: _Plan, ranks: int, local: int, microbatches: int) -> list[str]:
@@ -264,8 +272,8 @@ def _misfits(name: str, plan: _Plan, ranks: int, local: int, microbatches: int) 
         below = next(m for m in range(microbatches, 0, -1) if _in_rounds(ranks, m))
         above = next(m for m in range(microbatches, 2 * microbatches + ranks) if _in_rounds(ranks, m))
         rows.append(
-            f"microbatches is {microbatches}, but {name} on {ranks} ranks does them in {rounds} equal rounds: "
-            f"make it {below} or {above}"
+            f"microbatches is {microbatches}, but {name} on {ranks} ranks runs {rounds} equal rounds: "
+            f"use {below} or {above}"
         )
     return rows
 
@@ -288,7 +296,7 @@ def _plan(
 
 @functools.lru_cache(maxsize=64)
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the forwards of a schedule in their order, with each stage gathered once, and no gradients."""
+    """Return the forwards of a schedule in their order; each stage is gathered once."""
     computes = tuple(tuple(a for a in row if a.kind == "F") for row in schedule.table)
     table = lower(schedule.owner, computes, gather="step", scatter="step", ahead=1)
     return replace(schedule, name=f"{schedule.name}, forward only", table=table)
@@ -304,18 +312,21 @@ def make_schedule(
     scatter: Frequency | None = None,
     ahead: int = 1,
 ) -> Schedule:
-    """A schedule from one's own order of computes; messages, gathers and scatters are put in between.
+    """Make a schedule from a custom order of computes; messages, gathers and scatters are inserted.
 
     Args:
-        computes: for each rank its F, B, I and W in order, as actions or as they print: `[["0F0", "0B0"]]`. Stages and
-            microbatches are those that appear, a stage is on the rank where it appears.
-        name: of the schedule.
-        gather: as in `plan_schedule`, and so for the others.
-        scatter: of gradients.
-        ahead: of receives and gathers.
+        computes: Actions F, B, I and W of each rank in order, or their texts: `[["0F0", "0B0"]]`. A stage is on the
+            rank where it appears.
+        name: Name of the schedule.
+        gather: When to gather parameters, as in `plan_schedule`.
+        scatter: When to reduce gradients.
+        ahead: How early to post receives and gathers.
+
+    Returns:
+        The schedule.
 
     Raises:
-        ScheduleError: the computes are not complete, not in an order that has an end, or on more than one rank.
+        ScheduleError: Computes are missing, in an order in which ranks wait forever, or a stage is on several ranks.
 
     Example:
         >>> fs.pipeline.make_schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
@@ -327,26 +338,28 @@ def make_schedule(
     microbatches = 1 + max((a.microbatch for row in table for a in row if a.microbatch is not None), default=-1)
     rows = _wrong_options(gather, scatter, ahead) or validation.compute_faults(owner, microbatches, table)
     if rows:
-        mend = "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
+        mend = "Pass F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
         raise ScheduleError(message("cannot use these computes.", rows, mend))
-    whole = lower(owner, table, gather=gather, scatter=scatter or gather, ahead=ahead)
-    return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole))
+    full = lower(owner, table, gather=gather, scatter=scatter or gather, ahead=ahead)
+    return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, full))
 
 
 @public
 def check_schedule(schedule: Schedule) -> Schedule:
-    """Refuses a schedule that cannot be run, or would not give the whole gradient.
+    """Check that a schedule can run, and computes the full gradient.
 
-    It has to be complete (F and B, or F, I and W, of every stage and microbatch once), in an order in which nothing
-    comes before what it needs, with every message sent and received in one order on both sides, parameters gathered
-    before use, gradients scattered after the last one, and with an end: no ranks that wait for each other. For the
-    last, messages of a pair of ranks are taken to run one after another, each when both ranks have posted it.
+    It must be complete (F and B, or F, I and W, of every stage and microbatch once) and ordered: every action after its
+    prerequisites, messages in one order on both sides, parameters gathered before use, gradients scattered after the
+    last one. And it must end, with the messages of a pair of ranks in order, each when both ranks have posted it.
+
+    Args:
+        schedule: Schedule to check.
 
     Returns:
         The schedule.
 
     Raises:
-        ScheduleError: lists all that is wrong; order over ranks is looked at when each rank by itself is right.
+        ScheduleError: The schedule is wrong; all faults are listed, those between ranks if each rank alone is right.
 
     Example:
         >>> schedule = fs.pipeline.check_schedule(fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=4))
@@ -360,7 +373,7 @@ def check_schedule(schedule: Schedule) -> Schedule:
         rows.append(f"stages is {schedule.stages}, but owner has {len(schedule.owner)}")
     rows = rows or validation.faults(schedule.owner, schedule.microbatches, schedule.table)
     if rows:
-        mend = "fs.pipeline.make_schedule puts messages, gathers and scatters between computes by itself."
+        mend = "Pass computes to fs.pipeline.make_schedule, which inserts messages, gathers and scatters."
         raise ScheduleError(message(f"refuses {schedule.name}.", rows, mend))
     return schedule
 
@@ -368,16 +381,19 @@ def check_schedule(schedule: Schedule) -> Schedule:
 # --------------------------------------------------------------------------------------------------------------- layers
 @public
 def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """The layers of each stage: contiguous, in order.
+    """Assign layers to stages: contiguous, in order.
 
     Args:
-        schedule: whose stages.
-        layers: how many layers the whole model has.
-        counts: how many each stage has, in order of stages, 0 included; by default as even as possible, where stages
-            in the middle have those that are left over, since the first has the embedding and the last the head.
+        schedule: Schedule with the stages.
+        layers: Number of layers of the full model.
+        counts: Number of layers of each stage, which may be 0. Default: as even as possible, with leftover layers on
+            the middle stages, as the first stage has the embedding and the last one the head.
+
+    Returns:
+        The layers of each stage.
 
     Raises:
-        ScheduleError: more stages than layers, or counts that do not fit.
+        ScheduleError: There are more stages than layers, or `counts` doesn't match.
 
     Example:
         >>> fs.pipeline.layers_of(fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=2), layers=3)
@@ -386,7 +402,7 @@ def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None =
     stages = schedule.stages
     if counts is None:
         if not _is_count(layers, stages):
-            mend = f"Use at most {layers} stages, or say counts= with 0 for the stages without layers."
+            mend = f"Use at most {layers} stages, or pass counts= with 0 for the stages without layers."
             rule = f"cannot put {layers} layers on the {stages} stages of {schedule.name}."
             raise ScheduleError(message(rule, mend=mend))
         least, left = divmod(layers, stages)
@@ -394,24 +410,24 @@ def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None =
         counts = [least + (first <= stage < first + left) for stage in range(stages)]
     if len(counts) != stages or sum(counts) != layers or not all(_is_count(n, 0) for n in counts):
         rule = f"cannot put {layers} layers on the {stages} stages of {schedule.name} as {list(counts)}."
-        raise ScheduleError(message(rule, mend=f"Give {stages} counts that sum to {layers}."))
+        raise ScheduleError(message(rule, mend=f"Pass {stages} counts that sum to {layers}."))
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return tuple(tuple(range(end - n, end)) for n, end in zip(counts, ends, strict=True))
 
 
 def stages_for(schedule: Schedule, layers: int, *, counts: Sequence[int] | None = None) -> list[list[int]]:
-    """The layers of each coordinate of `pp`, as `plan_layout` takes them under `stages`.
+    """Assign layers to the coordinates of `pp`, for `plan_layout(stages=)`.
 
     Args:
-        schedule: whose stages.
-        layers: how many layers the whole model has.
-        counts: as in `layers_of`.
+        schedule: Schedule with the stages.
+        layers: Number of layers of the full model.
+        counts: Number of layers of each stage, as in `layers_of`.
 
     Returns:
-        For each coordinate its layers, in order of its stages.
+        The layers of each coordinate, in order of its stages.
 
     Raises:
-        ScheduleError: as `layers_of`.
+        ScheduleError: There are more stages than layers, or `counts` doesn't match.
 
     Example:
         >>> fs.pipeline.stages_for(fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=2), layers=3)

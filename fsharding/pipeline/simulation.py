@@ -1,4 +1,4 @@
-"""Timelines: when each action of a table begins and ends, given compute durations and message latency only."""
+"""Timelines: begin and end of each action of a table, from compute durations and message latency."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ __all__ = ["Durations", "Span", "Timeline", "in_flight", "simulate"]
 
 
 class Durations(NamedTuple):
-    """Times of actions, in any one unit."""
+    """Durations of the actions of one stage and one microbatch, in any one unit."""
 
-    forward: float = 1.0  # of F, for one stage and one microbatch
-    backward_input: float = 1.0  # of I. B takes this and the next
-    backward_weight: float = 1.0  # of W
-    # from the end of a compute action until its message is at the other rank. Messages do not slow each other
-    send: float = 0.0
+    forward: float = 1.0  # F
+    backward_input: float = 1.0  # I; B takes this and `backward_weight`
+    backward_weight: float = 1.0  # W
+    send: float = 0.0  # from the end of a compute action to the arrival of its message; messages don't slow each other
 
     def of(self, action: Action) -> float:
-        """Return how long an action keeps its rank busy; 0 for what runs beside the computes."""
+        """Return how long an action keeps its rank busy; 0 if it overlaps with computes."""
         match action.kind:
             case "F":
                 return self.forward
@@ -37,7 +36,7 @@ class Durations(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One action in time; a message ends when it has arrived."""
+    """One action in time; a message ends when it arrives."""
 
     action: Action
     begin: float
@@ -48,27 +47,27 @@ class Span(NamedTuple):
 class Timeline:
     """A table in time."""
 
-    spans: tuple[tuple[Span, ...], ...]  # for each rank its actions, in order
-    durations: Durations  # what they were made from
+    spans: tuple[tuple[Span, ...], ...]  # actions of each rank, in order
+    durations: Durations
     total: float  # time from the first begin to the last end of a compute action
-    busy: tuple[float, ...]  # for each rank the sum of its compute times
-    in_flight: tuple[int, ...]  # for each rank, see `in_flight`
+    busy: tuple[float, ...]  # compute time of each rank
+    in_flight: tuple[int, ...]  # see `in_flight`
 
     @property
     def bubble_share(self) -> float:
         """Idle time of all ranks, as a share of ranks x total."""
-        whole = self.total * len(self.busy)
-        return (whole - sum(self.busy)) / whole if whole else 0.0
+        everything = self.total * len(self.busy)
+        return (everything - sum(self.busy)) / everything if everything else 0.0
 
     def idle_share(self, rank: int) -> float:
-        """Idle time of one rank, as a share of the total."""
+        """Return the idle time of one rank, as a share of the total."""
         return 1 - self.busy[rank] / self.total if self.total else 0.0
 
     def show(self) -> str:
-        """One row a rank, one column a slot of time, and at the end of a row its idle share and activations in flight.
+        """Draw one row per rank with its idle share and activations in flight, one column per slot of time.
 
-        A slot is as long as the shortest action. `.` is idle, `--` goes on with the action before. Cells say the stage
-        where ranks have several: `F0` is microbatch 0, `2F0` is that on stage 2.
+        A slot is as long as the shortest action; `.` is idle, `--` continues the previous action. `F0` is microbatch 0;
+        if ranks have several stages, `2F0` is microbatch 0 of stage 2.
         """
         rows = [[span for span in row if span.action.kind in COMPUTES and span.end > span.begin] for row in self.spans]
         slot = min((span.end - span.begin for row in rows for span in row), default=1.0)
@@ -84,7 +83,7 @@ class Timeline:
 
 
 def _cells(row: list[Span], slot: float, slots: int, several: bool) -> Iterator[str]:
-    """Yield the action of a rank in the middle of each slot."""
+    """Yield the cell of each slot of a rank: the action in the middle of the slot."""
     spans = iter(row)
     shown = None
     span = next(spans, None)
@@ -102,7 +101,7 @@ def _cells(row: list[Span], slot: float, slots: int, several: bool) -> Iterator[
 
 
 def in_flight(table: Table) -> tuple[int, ...]:
-    """Return for each rank the most (stage, microbatch) pairs whose F is done and whose B or W is not."""
+    """Return each rank's peak number of (stage, microbatch) pairs whose F is done and whose B or W is not."""
     most: list[int] = []
     for row in table:
         now = 0
@@ -115,7 +114,7 @@ def in_flight(table: Table) -> tuple[int, ...]:
 
 
 def simulate(owner: Owner, table: Table, durations: Durations) -> Timeline:
-    """Run a table on ranks that only wait and take time; without messages each result is sent when it is there."""
+    """Run a table on simulated ranks; if it has no messages, each result is sent as soon as it is computed."""
     run = _Run(owner, table, durations)
     at = [0] * len(table)
     moved = True
@@ -126,17 +125,17 @@ def simulate(owner: Owner, table: Table, durations: Durations) -> Timeline:
             while at[rank] < len(row) and run.step(rank, row[at[rank]]):
                 at[rank] += 1
             moved |= at[rank] > start
-    rows = [f"rank {rank} stands at {row[at[rank]]}" for rank, row in enumerate(table) if at[rank] < len(row)]
+    rows = [f"rank {rank} waits at {row[at[rank]]}" for rank, row in enumerate(table) if at[rank] < len(row)]
     if rows:
-        mend = "F comes after F of the stage before, B or I after that of the next stage, W after I."
-        raise ScheduleError(message("has no end: these ranks wait for ever.", rows, mend))
+        mend = "Order F after F of the previous stage, B or I after B or I of the next stage, and W after I."
+        raise ScheduleError(message("never ends: these ranks wait forever.", rows, mend))
     busy = tuple(sum(map(durations.of, row)) for row in table)
     spans = tuple(tuple(run.with_latency(span) for span in row) for row in run.spans)
     return Timeline(spans, durations, max(run.clocks, default=0.0), busy, in_flight(table))
 
 
 class _Run:
-    """The ranks of a simulation: a clock each, and what has arrived when."""
+    """The ranks of a simulation: a clock each, and the arrival time of each result."""
 
     def __init__(self, owner: Owner, table: Table, durations: Durations):
         self.owner = owner
@@ -148,7 +147,7 @@ class _Run:
         self.arrived: dict[tuple[str, int, int | None], float] = {}
 
     def step(self, rank: int, action: Action) -> bool:
-        """Do an action, unless it has to wait for another rank."""
+        """Run an action; return False if it must wait for another rank first."""
         begin = self.clocks[rank]
         kind, stage, microbatch = action
         if kind in COMPUTES:
@@ -166,7 +165,7 @@ class _Run:
         return True
 
     def _arrival(self, action: Action) -> float | None:
-        """Return when the inputs of a compute action are there; None while that is not known."""
+        """Return the arrival time of a compute action's inputs; None if they haven't been sent."""
         kind, stage, microbatch = action
         if kind == "F":
             return 0.0 if stage == 0 else self.arrived.get(("F", stage, microbatch))
@@ -177,7 +176,7 @@ class _Run:
         return self.arrived.get(("B", stage, microbatch))
 
     def _hand_over(self, action: Action) -> None:
-        """Give a result to a neighbor on the same rank, and to any if the table has no messages."""
+        """Pass a result to the neighbor stage on the same rank; if the table has no messages, on any rank."""
         step = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
         to = action.stage + step
         if step == 0 or not 0 <= to < len(self.owner):
@@ -189,7 +188,7 @@ class _Run:
             self.arrived[name, to, action.microbatch] = self.clocks[here] + (0.0 if local else self.durations.send)
 
     def with_latency(self, span: Span) -> Span:
-        """Return a span with the end of its message."""
+        """Return the span of a message with its arrival as its end."""
         kind, stage, microbatch = span.action
         if kind.startswith("SEND"):
             return span._replace(end=span.begin + self.durations.send)

@@ -1,4 +1,4 @@
-"""Placement in a pipeline: the layers of each stage, the ends of the model, and leaves that stages share."""
+"""Placement in a pipeline: the layers of each stage, the embedding and head, and leaves that stages share."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ __all__ = ["check_ends", "layers_by_coordinate", "layers_by_stage", "over_owners
 
 
 def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = None) -> dict[str, Any]:
-    """Who owns what of a `Model` in a schedule, as `plan_layout` takes it: `plan_layout(..., stages=stages_of(...))`.
+    """Assign the parts of a `Model` to pipeline coordinates, for `plan_layout(..., stages=stages_of(...))`.
 
-    Several stacks are cut as one: a stage may have the last blocks of one and the first of the next.
+    Several stacks are split as one: a stage may have the last blocks of one and the first of the next.
 
     Args:
-        model: a `Model` with stacks of equal blocks.
-        schedule: a `Schedule`, whose stages get the layers.
-        counts: layers of each stage, of all stacks together; by default as even as possible.
+        model: `Model` with stacks of equal blocks.
+        schedule: Schedule, whose stages get the layers.
+        counts: Number of layers of each stage, of all stacks together. Default: as even as possible.
+
+    Returns:
+        The `pp` coordinates of each part: a list of layers per coordinate for a stack, else a coordinate or several.
 
     Raises:
-        ScheduleError: more stages than layers, or counts that do not fit.
+        ScheduleError: There are more stages than layers, or `counts` doesn't match.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
@@ -64,7 +67,7 @@ def _by_stack(sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> di
 
 
 def _owned(schedule: Schedule, sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return for each stack the layers of each coordinate of `pp`, in order of its stages."""
+    """Return the layers of each stack on each coordinate of `pp`, in order of its stages."""
     return {
         path: [[i for stage in schedule.stages_on(rank) for i in layers[stage]] for rank in range(schedule.ranks)]
         for path, layers in _by_stack(sizes, by_stage).items()
@@ -72,23 +75,25 @@ def _owned(schedule: Schedule, sizes: Mapping[str, int], by_stage: Sequence[Sequ
 
 
 def layers_by_stage(model: Any, schedule: Schedule, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Return how many layers of each stack each stage has in a layout: by stage, then by stack."""
+    """Return the number of layers that each stage has in a layout: by stage, then by stack."""
     paths = [path for path, _ in stacks_of(model)]
     sizes = {path: next(leaf.shape[0] for leaf in layout.leaves if begins(leaf.path, path)) for path in paths}
     held = {path: stage_of(layout.stages, path) for path in paths}
     layers = sum(sizes.values())
     even = layers_of(schedule, layers) if schedule.stages <= layers else ()
+    # The layout has the layers of each coordinate. If a coordinate has several stages, several splits into stages give
+    # the same layout, and the even one is preferred.
     for by_stage in (even, _in_order(schedule, sizes, held)):
         if by_stage and dict(normal(_owned(schedule, sizes, by_stage))) == held:
             stacks = _by_stack(sizes, by_stage).values()
             return tuple(tuple(len(layers[stage]) for layers in stacks) for stage in range(schedule.stages))
-    there = f"stages of the schedule on {schedule.owner}"
-    rows = [f"{path} are on {owned or 'no stages'}, {there}" for path, owned in held.items()]
+    there = f"stages of the schedule are on {schedule.owner}"
+    rows = [f"{path} are on {owned or 'no stages'}; {there}" for path, owned in held.items()]
     raise _other_stages(schedule, rows)
 
 
 def layers_by_coordinate(model: Any, layout: Layout, size: int) -> list[list[int]]:
-    """Return how many layers of each stack each coordinate of `pp` has: by coordinate, then by stack."""
+    """Return the number of layers that each coordinate of `pp` has: by coordinate, then by stack."""
     counts: list[list[int]] = [[] for _ in range(size)]
     for path, _ in stacks_of(model):
         leaf = next(leaf for leaf in layout.leaves if begins(leaf.path, path))
@@ -100,7 +105,7 @@ def layers_by_coordinate(model: Any, layout: Layout, size: int) -> list[list[int
 def _in_order(
     schedule: Schedule, sizes: Mapping[str, int], held: Mapping[str, Owners | None]
 ) -> Sequence[Sequence[int]]:
-    """Assign each layer to its owner's first stage that is not before the previous layer's; () if there is none."""
+    """Assign each layer to its owner's first stage from the previous layer's on; () if it has none."""
     by_stage: list[list[int]] = [[] for _ in range(schedule.stages)]
     stage = 0
     start = 0
@@ -136,7 +141,7 @@ def check_ends(model: Any, schedule: Schedule, layout: Layout) -> None:
 
 
 def owners(home: NamedSharding, size: int) -> list[int]:
-    """Return the coordinates of `pp` that have a leaf, or a part of it."""
+    """Return the coordinates of `pp` that have a leaf or a part of it."""
     for owned in home.assigned:
         if owned.axis == "pp":
             return [c for c, ranges in enumerate(owned.ranges) if ranges]
@@ -144,11 +149,12 @@ def owners(home: NamedSharding, size: int) -> list[int]:
 
 
 def over_owners(grad: DTensor, home: NamedSharding, group: Group, rank: int) -> DTensor:
-    """Add the gradients of the coordinates of `pp` that share a leaf; each has its own term."""
+    """Sum the partial gradients of the coordinates of `pp` that share a leaf, in order of coordinates."""
     shared = owners(home, group.size)
-    cut = any(a.axis == "pp" and a.dim is not None for a in home.assigned) or "pp" in home.spec.all_axes
-    if cut or len(shared) == 1 or rank not in shared:
+    split = any(a.axis == "pp" and a.dim is not None for a in home.assigned) or "pp" in home.spec.all_axes
+    if split or len(shared) == 1 or rank not in shared:
         return grad
+    # Each owner receives the others' rows and adds all in one order, so that every copy gets the same bits.
     local = local_of(grad).contiguous()
     terms = local.new_empty(len(shared), local.numel())
     terms[shared.index(rank)].copy_(local.view(-1))

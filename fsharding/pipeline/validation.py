@@ -1,35 +1,23 @@
-"""Check a table: everything that is wrong with it, as sentences."""
+"""Check a table of actions, and list all its faults as sentences."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from fsharding.pipeline.actions import (
-    COMPUTES,
-    KINDS,
-    MESSAGES,
-    Action,
-    Kind,
-    Owner,
-    Table,
-    needs,
-    partner,
-    peer,
-    uses_parameters,
-)
+from fsharding.pipeline.actions import COMPUTES, KINDS, MESSAGES, Action, Kind, Owner, Table, needs, partner, peer
 
 __all__ = ["compute_faults", "faults"]
 
-_BEFORE: tuple[Kind, ...] = ("RECV_F", "SEND_B")  # what a stage has to do with the one before
-_AFTER: tuple[Kind, ...] = ("SEND_F", "RECV_B")
+_BEFORE: tuple[Kind, ...] = ("RECV_F", "SEND_B")  # messages with the previous stage
+_AFTER: tuple[Kind, ...] = ("SEND_F", "RECV_B")  # messages with the next stage
 
 
 def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
-    """Return sentences that say what is wrong with a table."""
+    """Return the faults of a table, as sentences."""
     rows = list(_strangers(owner, microbatches, table))
     if rows:
-        return rows  # what follows looks up neighbors by index
+        return rows  # the other checks look up neighbors by index
     rows += _incomplete(owner, microbatches, table)
     rows += _unsent(owner, microbatches, table)
     rows += _disordered(owner, table)
@@ -38,13 +26,14 @@ def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
         for stage in (stage for stage, at in enumerate(owner) if at == rank):
             own = [action for action in row if action.stage == stage]
             rows += [f"rank {rank}: {text}" for text in (*_ungathered(stage, own), *_unscattered(stage, own))]
+    # Order between ranks only makes sense if every rank is complete by itself.
     return rows or _crossed(owner, table) or _endless(owner, table)
 
 
 def compute_faults(owner: Owner, microbatches: int, computes: Table) -> list[str]:
-    """Check the computes of a table that has no messages yet, but not their order."""
+    """Return the faults of a table without messages, except those of its order."""
     rows = [
-        f"rank {rank}: {action} is no F, B, I or W"
+        f"rank {rank}: {action} isn't an F, B, I or W"
         for rank, row in enumerate(computes)
         for action in row
         if action.kind not in COMPUTES
@@ -57,14 +46,14 @@ def _strangers(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
     """Find unknown stages, microbatches and kinds, and actions on the wrong rank."""
     for stage, rank in enumerate(owner):
         if not 0 <= rank < len(table):
-            yield f"stage {stage} is on none of the {len(table)} ranks"
+            yield f"stage {stage} isn't on any of the {len(table)} ranks"
     if len({*owner}) < len(table):
         yield f"ranks {sorted({*range(len(table))} - {*owner})} have no stage"
     for rank, row in enumerate(table):
         for action in row:
             kind, stage, microbatch = action
             if kind not in KINDS:
-                yield f"rank {rank}: {action} is of no kind that there is"
+                yield f"rank {rank}: {action} has an unknown kind"
             elif not 0 <= stage < len(owner):
                 yield f"rank {rank}: {action}, but stages are 0 to {len(owner) - 1}"
             elif owner[stage] != rank:
@@ -78,12 +67,12 @@ def _strangers(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
 
 
 def _incomplete(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
-    """Computes that are missing, and whatever is there twice."""
+    """Find computes that are missing, and actions that appear twice."""
     for rank, row in enumerate(table):
         for action, count in Counter(row).items():
             allowed = 3 if action.kind == "GATHER" and action.microbatch is not None else 1
             if count > allowed:
-                yield f"rank {rank}: {action} is there {count} times"
+                yield f"rank {rank}: {action} appears {count} times"
     there = {action for row in table for action in row}
     for stage, rank in enumerate(owner):
         for m in range(microbatches):
@@ -95,13 +84,13 @@ def _incomplete(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
                     yield f"rank {rank}: {stage}B{m} is missing, or {stage}I{m} and {stage}W{m}"
                 elif len(halves) == 1:
                     other = Action("W" if halves[0].kind == "I" else "I", stage, m)
-                    yield f"rank {rank}: {other} is missing beside {halves[0]}"
+                    yield f"rank {rank}: {halves[0]} has no {other}"
             elif halves:
-                yield f"rank {rank}: {stage}B{m} does what {' and '.join(map(str, halves))} would do again"
+                yield f"rank {rank}: {' and '.join(map(str, halves))} would repeat {stage}B{m}"
 
 
 def _unsent(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
-    """Messages that are missing, and those within a rank."""
+    """Find messages that are missing, and messages within a rank."""
     for rank, row in enumerate(table):
         there = {action for action in row if action.kind in MESSAGES}
         for action in sorted(there):
@@ -116,19 +105,19 @@ def _unsent(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
 
 
 def _disordered(owner: Owner, table: Table) -> Iterator[str]:
-    """Actions that stand before what they need."""
+    """Find actions that come before one that they need."""
     for rank, row in enumerate(table):
         place = {action: i for i, action in reversed(list(enumerate(row)))}
         for i, action in enumerate(row):
             for choices in needs(action, owner):
                 result = [choice for choice in choices if choice in place]
                 if result and min(place[choice] for choice in result) > i:
-                    yield f"rank {rank}: {action} stands before {result[0]}, which it needs"
+                    yield f"rank {rank}: {action} comes before {result[0]}, which it needs"
 
 
 def _ungathered(stage: int, own: list[Action]) -> Iterator[str]:
-    """Uses of a stage's parameters before they are gathered, and gathers that nothing uses."""
-    whole = False
+    """Find uses of a stage's parameters before they are gathered, and gathers that are not used."""
+    gathered = False
     waiting = dict[int | None, int]()
     used = False
     apart = list[Action]()
@@ -136,42 +125,42 @@ def _ungathered(stage: int, own: list[Action]) -> Iterator[str]:
         kind, _, m = action
         if kind == "GATHER":
             if m is None:
-                yield from (f"{action} is too late beside {before}" for before in apart)
-                whole = True
-            elif whole or waiting.get(m):
-                yield f"{action} is not needed, the parameters of stage {stage} are there"
+                yield from (f"{action} is too late: {before} comes before it" for before in apart)
+                gathered = True
+            elif gathered or waiting.get(m):
+                yield f"{action} is not needed: the parameters of stage {stage} are gathered already"
             else:
                 waiting[m], apart = 1, apart or [action]
-        elif uses_parameters(action):
+        elif action.uses_parameters:
             used = True
-            if not whole and not waiting.get(m):
+            if not gathered and not waiting.get(m):
                 yield f"{action} has no {stage}GATHER or {stage}GATHER{m} before it"
             waiting[m] = 0
-    unused = [f"{stage}GATHER{m}" for m, left in waiting.items() if left and not whole]
-    if whole and not used:
+    unused = [f"{stage}GATHER{m}" for m, left in waiting.items() if left and not gathered]
+    if gathered and not used:
         unused.append(f"{stage}GATHER")
     yield from (f"{name} is not used" for name in unused)
 
 
 def _mixed(table: Table) -> Iterator[str]:
-    """Ranks that gather or scatter once a step for some of their stages, and for each microbatch for others."""
+    """Find ranks that gather or scatter once per step for some stages, and per microbatch for others."""
     for rank, row in enumerate(table):
         for kind in ("GATHER", "SCATTER"):
             once = {a.stage for a in row if a.kind == kind and a.microbatch is None}
             each = {a.stage for a in row if a.kind == kind and a.microbatch is not None} - once
             if once and each:
-                text = f"stages {sorted(once)} {kind} once a step, stages {sorted(each)} for each microbatch"
-                yield f"rank {rank}: {text}: all stages of a rank do the same"
+                text = f"stages {sorted(once)} {kind} once per step, stages {sorted(each)} per microbatch"
+                yield f"rank {rank}: {text}; all stages of a rank must do the same"
 
 
 def _unscattered(stage: int, own: list[Action]) -> Iterator[str]:
-    """Gradients that are not reduced, are reduced twice, or come too late."""
+    """Find gradients that are not reduced, are reduced twice, or come too late."""
     last = {action.microbatch: i for i, action in enumerate(own) if action.kind in ("B", "W")}
     place = {action.microbatch: i for i, action in enumerate(own) if action.kind == "SCATTER"}
     if None in place:
-        yield from (f"{stage}SCATTER{m} is not needed beside {stage}SCATTER" for m in place if m is not None)
+        yield from (f"{stage}SCATTER{m} is not needed: {stage}SCATTER does the same" for m in place if m is not None)
         late = [own[i] for i in last.values() if i > place[None]]
-        yield from (f"{stage}SCATTER stands before {action}" for action in late)
+        yield from (f"{stage}SCATTER comes before {action}" for action in late)
     elif not place:
         yield f"{stage}SCATTER is missing"
     else:
@@ -179,11 +168,11 @@ def _unscattered(stage: int, own: list[Action]) -> Iterator[str]:
             if m not in place:
                 yield f"{stage}SCATTER{m} is missing"
             elif place[m] < i:
-                yield f"{stage}SCATTER{m} stands before {own[i]}"
+                yield f"{stage}SCATTER{m} comes before {own[i]}"
 
 
 def _crossed(owner: Owner, table: Table) -> list[str]:
-    """Channels on which the receives are not in the order of the sends; one row each."""
+    """Find channels whose receives are not in the order of the sends; one row each."""
     sends = defaultdict[tuple[int, int], list[Action]](list)
     receives = defaultdict[tuple[int, int], list[Action]](list)
     for rank, row in enumerate(table):
@@ -197,14 +186,15 @@ def _crossed(owner: Owner, table: Table) -> list[str]:
         pairs = zip(sent, receives[source, target], strict=True)
         first = next(((s, r) for s, r in pairs if partner(s) != r), None)
         if first is not None:
-            rows.append(f"rank {source} sends {first[0]} where rank {target} receives {first[1]}")
+            rows.append(f"rank {source} sends {first[0]}, but rank {target} receives {first[1]}")
     return rows
 
 
 def _endless(owner: Owner, table: Table) -> list[str]:
-    """Ranks that wait for ever, were they to run the table; one row each."""
+    """Find ranks that would wait forever; one row each."""
+    # The messages of a pair of ranks run in order, each when both ranks have posted it: no backend may need more.
     posted = [defaultdict[int, list[Action]](list) for _ in table]  # by rank, then by the rank at the other end
-    done: dict[tuple[int, int], int] = defaultdict(int)  # by pair: how many of its messages are over
+    done: dict[tuple[int, int], int] = defaultdict(int)  # number of finished messages of each pair
     over: set[Action] = set()
     at = [0] * len(table)
 
@@ -231,11 +221,11 @@ def _endless(owner: Owner, table: Table) -> list[str]:
             while at[rank] < len(row) and step(rank, row[at[rank]]):
                 at[rank] += 1
             moved |= at[rank] > start
-    rows = [f"rank {rank} waits for ever at {row[at[rank]]}" for rank, row in enumerate(table) if at[rank] < len(row)]
+    rows = [f"rank {rank} waits forever at {row[at[rank]]}" for rank, row in enumerate(table) if at[rank] < len(row)]
     for rank, others in enumerate(posted):
         for other, mine in others.items():
             n = done[min(rank, other), max(rank, other)]
             theirs = posted[other][rank]
             if rank < other and n < min(len(mine), len(theirs)):
-                rows.append(f"ranks {rank} and {other} are at {mine[n]} and {theirs[n]}, which are not one message")
+                rows.append(f"ranks {rank} and {other} are at {mine[n]} and {theirs[n]}, which don't match")
     return rows

@@ -223,7 +223,7 @@ BAD = {
     "too many layers": (
         ["--ranks", "2", "--mesh", "pp=2", "--stage-layers", "3,2"],
         "cannot put 4 layers on the 2 stages of 1f1b as [3, 2]",
-        "Give 2 counts that sum to 4",
+        "Pass 2 counts that sum to 4",
     ),
     "microbatches of a schedule": (
         ["--ranks", "2", "--mesh", "pp=2", "--schedule", "dualpipev", "--microbatches", "2"],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding.base.errors import ScheduleError
-from fsharding.pipeline.actions import COMPUTES, MESSAGES, needs, partner, uses_parameters
+from fsharding.pipeline.actions import COMPUTES, MESSAGES, needs, partner
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import SCHEDULES
 from tests.helpers import full
@@ -90,7 +90,7 @@ def dependent(schedule, rank):
         stage, m = action.stage, action.microbatch
         if action.kind == "GATHER":
             gathered[stage, m] = i
-        elif uses_parameters(action):
+        elif action.uses_parameters:
             yield gathered.get((stage, m), gathered.get((stage, None))), i
         if action.kind in "BW":
             last[stage, m] = last[stage, None] = i

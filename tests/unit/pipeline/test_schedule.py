@@ -179,15 +179,15 @@ def test_a_layout_takes_them():
         (
             ("1fb1", 2, 4), {},
             "fs.pipeline.plan_schedule knows no schedule '1fb1'.\n"
-            "Schedules are gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv, dualpipev. Did you mean '1f1b'?",
+            "Use one of gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv, dualpipev. Did you mean '1f1b'?",
         ),
         (
             ("gpipe", 0, 2.0), {"gather": "layer", "ahead": -1},
             "fs.pipeline.plan_schedule cannot plan gpipe with these numbers.\n"
-            "  ranks is 0, not a number from 1\n"
-            "  microbatches is 2.0, not a number from 1\n"
+            "  ranks is 0, not an integer from 1\n"
+            "  microbatches is 2.0, not an integer from 1\n"
             "  gather is 'layer', not 'step' or 'microbatch'\n"
-            "  ahead is -1, not a number from 0\nGive whole numbers from 1, and ahead from 0.",
+            "  ahead is -1, not an integer from 0\nPass integers from 1, and ahead from 0.",
         ),
         (
             ("1f1b", 2, 2), {"stages_per_rank": 2},
@@ -198,7 +198,7 @@ def test_a_layout_takes_them():
             ("interleaved", 4, 9), {"stages_per_rank": 1},
             "fs.pipeline.plan_schedule cannot plan interleaved with these numbers.\n"
             "  stages_per_rank is 1, but interleaved has at least 2\n"
-            "  microbatches is 9, but interleaved on 4 ranks does them in 2 equal rounds: make it 8 or 10",
+            "  microbatches is 9, but interleaved on 4 ranks runs 2 equal rounds: use 8 or 10",
         ),
         (
             ("dualpipev", 4, 7), {"stages_per_rank": 3},
@@ -216,10 +216,10 @@ def test_layers_that_stages_cannot_have():
     schedule = fs.pipeline.plan_schedule("zbv", 2, 3)
     assert refusal(fs.pipeline.stages_for, schedule, 3, kind=ScheduleError) == (
         "fs.pipeline.layers_of cannot put 3 layers on the 4 stages of zbv.\n"
-        "Use at most 3 stages, or say counts= with 0 for the stages without layers."
+        "Use at most 3 stages, or pass counts= with 0 for the stages without layers."
     )
     assert refusal(fs.pipeline.layers_of, schedule, 6, counts=[1, 2], kind=ScheduleError) == (
-        "fs.pipeline.layers_of cannot put 6 layers on the 4 stages of zbv as [1, 2].\nGive 4 counts that sum to 6."
+        "fs.pipeline.layers_of cannot put 6 layers on the 4 stages of zbv as [1, 2].\nPass 4 counts that sum to 6."
     )
 
 
@@ -233,7 +233,7 @@ def edited(schedule, *edits):
     return replace(schedule, table=table)
 
 
-MEND = "fs.pipeline.make_schedule puts messages, gathers and scatters between computes by itself."
+MEND = "Pass computes to fs.pipeline.make_schedule, which inserts messages, gathers and scatters."
 
 
 @pytest.mark.parametrize(
@@ -245,23 +245,23 @@ MEND = "fs.pipeline.make_schedule puts messages, gathers and scatters between co
             "rank 1: 0B0, but stage 0 is on rank 0",
         ]),
         ([(0, "0GATHER 0F0", "0F0 0GATHER"), (1, "1B0", "1I0"), (1, "1SCATTER", "1SCATTER1"), (0, "0SEND_F1", "0SEND_F0")], [
-            "rank 0: 0SEND_F0 is there 2 times",
-            "rank 1: 1W0 is missing beside 1I0",
+            "rank 0: 0SEND_F0 appears 2 times",
+            "rank 1: 1I0 has no 1W0",
             "rank 0: 0SEND_F1 is missing",
             "rank 0: 0F0 has no 0GATHER or 0GATHER0 before it",
         ]),
         ([(0, "0RECV_B0 0B0", "0B0 0RECV_B0"), (1, "1SCATTER", ""), (1, "1GATHER", "1GATHER 1GATHER1")], [
-            "rank 0: 0B0 stands before 0RECV_B0, which it needs",
-            "rank 1: 1GATHER1 is not needed, the parameters of stage 1 are there",
+            "rank 0: 0B0 comes before 0RECV_B0, which it needs",
+            "rank 1: 1GATHER1 is not needed: the parameters of stage 1 are gathered already",
             "rank 1: 1SCATTER is missing",
         ]),
         ([(0, "0F0 0SEND_F0 0F1 0SEND_F1", "0F0 0F1 0SEND_F1 0SEND_F0")], [
-            "rank 0 sends 0SEND_F1 where rank 1 receives 1RECV_F0",
+            "rank 0 sends 0SEND_F1, but rank 1 receives 1RECV_F0",
         ]),
         ([(1, "1RECV_F1 1SEND_B0", "1SEND_B0 1RECV_F1")], [
-            "rank 0 waits for ever at 0B0",
-            "rank 1 waits for ever at 1F1",
-            "ranks 0 and 1 are at 0SEND_F1 and 1SEND_B0, which are not one message",
+            "rank 0 waits forever at 0B0",
+            "rank 1 waits forever at 1F1",
+            "ranks 0 and 1 are at 0SEND_F1 and 1SEND_B0, which don't match",
         ]),
     ],
 )  # fmt: skip
@@ -275,10 +275,10 @@ def test_computes_without_an_end_are_refused():
     # 1F1 needs 0F1, which is after 0B0; and 0B0 needs 1B0, which is after 1F1.
     late = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
     assert refusal(fs.pipeline.make_schedule, late, kind=ScheduleError) == (
-        "fs.pipeline.make_schedule has no end: these ranks wait for ever.\n"
-        "  rank 0 stands at 0B0\n"
-        "  rank 1 stands at 1F1\n"
-        "F comes after F of the stage before, B or I after that of the next stage, W after I."
+        "fs.pipeline.make_schedule never ends: these ranks wait forever.\n"
+        "  rank 0 waits at 0B0\n"
+        "  rank 1 waits at 1F1\n"
+        "Order F after F of the previous stage, B or I after B or I of the next stage, and W after I."
     )
     assert refusal(fs.pipeline.make_schedule, [["0F0", "0G1"]], kind=ScheduleError).startswith(
         "fs.pipeline.Action.parse cannot read '0G1'."
@@ -292,11 +292,11 @@ def test_stages_of_a_rank_gather_and_scatter_alike():
     mine = [a for a in planned.table[0] if a.stage == 0 and a.kind in ("GATHER", "SCATTER")]
     mixed = replace(planned, table=((mine[0], *other[0], mine[1]), planned.table[1]))
     assert refusal(fs.pipeline.check_schedule, mixed, kind=ScheduleError).splitlines()[1:3] == [
-        "  rank 0: stages [0] GATHER once a step, stages [2] for each microbatch: all stages of a rank do the same",
-        "  rank 0: stages [0] SCATTER once a step, stages [2] for each microbatch: all stages of a rank do the same",
+        "  rank 0: stages [0] GATHER once per step, stages [2] per microbatch; all stages of a rank must do the same",
+        "  rank 0: stages [0] SCATTER once per step, stages [2] per microbatch; all stages of a rank must do the same",
     ]
     late = edited(fs.pipeline.plan_schedule("1f1b", 2, 2, ahead=0), (0, "0GATHER 0F0", "0GATHER0 0F0 0GATHER"))
-    assert "rank 0: 0GATHER is too late beside 0GATHER0" in refusal(
+    assert "rank 0: 0GATHER is too late: 0GATHER0 comes before it" in refusal(
         fs.pipeline.check_schedule, late, kind=ScheduleError
     )
 
@@ -311,14 +311,14 @@ def test_a_schedule_of_ones_own():
     assert fs.pipeline.make_schedule(computes, name=ours.name) == ours
     assert refusal(fs.pipeline.make_schedule, [["0F0", "0I0", "1B0"], ["1F0", "0SEND_F0"]], kind=ScheduleError) == (
         "fs.pipeline.make_schedule cannot use these computes.\n"
-        "  rank 1: 0SEND_F0 is no F, B, I or W\n"
-        "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
+        "  rank 1: 0SEND_F0 isn't an F, B, I or W\n"
+        "Pass F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
     )
     assert refusal(fs.pipeline.make_schedule, [["0B0", "0F0"], ["1F0", "1B0"]], kind=ScheduleError) == (
-        "fs.pipeline.make_schedule has no end: these ranks wait for ever.\n"
-        "  rank 0 stands at 0B0\n"
-        "  rank 1 stands at 1F0\n"
-        "F comes after F of the stage before, B or I after that of the next stage, W after I."
+        "fs.pipeline.make_schedule never ends: these ranks wait forever.\n"
+        "  rank 0 waits at 0B0\n"
+        "  rank 1 waits at 1F0\n"
+        "Order F after F of the previous stage, B or I after B or I of the next stage, and W after I."
     )
 
 
@@ -331,7 +331,7 @@ def test_other_refusals():
     assert refusal(schedule.simulate, -1, send=float("nan"), kind=ScheduleError) == (
         "fs.pipeline.Schedule.simulate cannot use these durations.\n"
         "  forward is -1\n  send is nan\n"
-        "Durations are finite and not negative."
+        "Pass finite durations that aren't negative."
     )
     assert refusal(Action.parse, "F0", kind=ScheduleError) == (
         "fs.pipeline.Action.parse cannot read 'F0'.\n"

@@ -84,7 +84,7 @@ def test_other_stages_are_refused_by_name():
         layers_by_stage(MODEL, schedule, planned({**stages, "blocks": [[3, 4, 5], [0, 1, 2]]}))
     assert str(refusal.value) == (
         "train step needs a layout with the stages of Schedule(1f1b: 2 ranks, 2 stages, 4 microbatches, 36 actions).\n"
-        "  blocks are on ((3, 4, 5), (0, 1, 2)), stages of the schedule on (0, 1)\n"
+        "  blocks are on ((3, 4, 5), (0, 1, 2)); stages of the schedule are on (0, 1)\n"
         "Plan the layout with stages=fs.pipeline.stages_of(model, schedule)."
     )
     with pytest.raises(LayoutError, match=r"head\.unembed is not on pp=1"):
