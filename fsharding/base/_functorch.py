@@ -29,20 +29,20 @@ def apply(function: type[Function], *args: Any) -> Any:
     """Apply an autograd Function under any transform; its tensors may be foreign (see `shown`)."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     if any(level.key() == torch._C._functorch.TransformType.Functionalize for level in stack):
-        rule = "cannot run over functions with derivatives of their own, such as fs.gather_unit and fs.ops."
-        mend = "Functionalize what computes on gathered tensors: torch.func.functionalize(f)(fs.gather_unit(params))."
+        rule = "cannot transform functions with custom derivatives, such as fs.gather_unit and fs.ops."
+        mend = "Apply it to functions of gathered tensors: torch.func.functionalize(f)(fs.gather_unit(params))."
         raise TransformError(report(f"torch.func.functionalize {rule}", mend=mend))
     if stack and linearizing() and _is_linearize_inside():
-        rule = "cannot run inside another transform: torch takes its linear map for a constant there."
-        mend = "Use torch.func.jvp, or put torch.func.linearize outside."
+        rule = "cannot run inside a different transform: there, torch treats its linear map as a constant."
+        mend = "Use torch.func.jvp, or make torch.func.linearize the outermost transform."
         raise TransformError(report(f"torch.func.linearize {rule}", mend=mend))
     return function.apply(*(shown(x) if isinstance(x, Tensor) else x for x in args))
 
 
 def _is_linearize_inside() -> bool:
-    """Whether the `torch.func.linearize` that runs here was called by a function that is transformed."""
+    """Return whether a transformed function has called the current `torch.func.linearize`."""
     outwards = callers(sys._getframe())
-    # The first search leaves the frames that called `linearize` to the second one.
+    # One iterator for both searches: the second one looks at the callers of `linearize` only.
     return any(frame.f_code is torch.func.linearize.__code__ for frame in outwards) and any(
         frame.f_code.co_filename.endswith(_OF_TRANSFORMS) for frame in outwards
     )
@@ -52,7 +52,7 @@ _OF_TRANSFORMS = "_functorch/eager_transforms.py", "_functorch/vmap.py"
 
 
 def batch_dims(x: Tensor) -> list[int]:
-    """Which dims of a tensor the vmaps around it have taken away, each of what the ones before had left."""
+    """Return the dim that each vmap around a tensor has removed, outermost first; each counts in what was left."""
     dims: list[int] = []
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         if torch._C._functorch.is_batchedtensor(x):
@@ -62,27 +62,27 @@ def batch_dims(x: Tensor) -> list[int]:
 
 
 def in_jvp() -> bool:
-    """Whether a `torch.func.jvp` runs here."""
+    """Return whether `torch.func.jvp` is active."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
 
 
 def innermost(x: Any) -> Any:
-    """Removes all wrappers of a tensor; another value, or a tensor without them, is returned as it is."""
+    """Remove all functorch wrappers of a tensor; other values are returned unchanged."""
     while isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
 
 
 def is_called_by_jacfwd() -> bool:
-    """Whether `torch.func.jacfwd`, on which `hessian` is built, itself makes the tree that is made here."""
+    """Return whether `torch.func.jacfwd` itself, which `hessian` uses, is building the current tree."""
     frames = (frame.f_code for frame in callers(sys._getframe(1)))
     code = next((code for code in frames if code.co_filename.endswith("eager_transforms.py")), None)
     return code is not None and code.co_qualname == "jacfwd.<locals>.wrapper_fn"
 
 
 def is_foreign(x: Tensor) -> bool:
-    """Whether a tensor belongs to a transform that does not run here, though it may around us."""
+    """Return whether a tensor belongs to a transform that isn't active here, though it may be further out."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         level = torch._C._functorch.maybe_get_level(x)
@@ -95,30 +95,29 @@ def is_foreign(x: Tensor) -> bool:
 
 
 def recorded(x: Tensor, run: Callable[[Tensor], Tensor], call: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run an operation; if `make_fx` traces here, as in `torch.func.linearize`, its graph makes a call instead."""
-    # Without this the graph has what this rank computes while it is traced, and never communicates again.
+    """Run an operation; if `make_fx` traces it, as in `torch.func.linearize`, record a call in the graph."""
+    # Otherwise the graph would contain this rank's computation during the trace, and never communicate again.
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return run(x)
     proxy = mode.tracer.unwrap_proxy(x)
     with proxy_tensor.disable_proxy_modes_tracing():
         out = run(x)
-    if isinstance(proxy, Tensor):  # It does not depend on an input of the graph.
+    if isinstance(proxy, Tensor):  # it doesn't depend on inputs of the graph
         return out
     result = mode.tracer.create_proxy("call_function", call, (proxy,), {})
     return proxy_tensor.track_tensor_tree(out, result, constant=None, tracer=mode.tracer)
 
 
 def shown(x: Tensor) -> Tensor:
-    """A tensor before it goes to an autograd Function, which torch function modes do not see; a foreign one they do."""
+    """Make a foreign tensor visible to torch function modes, which don't see the calls of autograd Functions."""
     return x.view_as(x) if is_foreign(x) else x
 
 
 def without_own_graph(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors in a backward pass that need no graph of that pass at its own level; outer levels keep theirs."""
-    # `torch.func.grad` asks for a graph of its backward so that outer transforms see it, and throws away what this
-    # makes at its own level. Only it does: the tensors come back as they are where anybody else runs the backward pass,
-    # and where that cannot be seen, since it runs on a thread of its own.
+    """Detach tensors of a backward pass from its own level's graph; outer levels keep theirs."""
+    # `torch.func.grad` creates a graph of its backward, for outer transforms, and discards the part of its own level.
+    # If anything else runs the backward, or a separate thread does, whose caller can't be seen, tensors are unchanged.
     top = torch._C._functorch.peek_interpreter_stack()
     if top is None or not _in_last_step_of_grad():
         return list(xs)
@@ -131,29 +130,29 @@ _LAST_STEP = ("_engine_run_backward", "grad", "_autograd_grad", "grad_and_value_
 
 
 def _in_last_step_of_grad() -> bool:
-    """Whether `torch.func.grad` itself runs the innermost backward pass."""
+    """Return whether `torch.func.grad` itself runs the innermost backward pass."""
     names = (frame.f_code.co_name for frame in callers(sys._getframe()))
     return tuple(islice(dropwhile(lambda name: name != _LAST_STEP[0], names), len(_LAST_STEP))) == _LAST_STEP
 
 
 def in_functorch() -> bool:
-    """Whether we run under a torch.func transform; `linearize` has no level, but uses forward mode."""
-    # Not `peek_interpreter_stack() is not None`: to torch.compile that is true everywhere.
+    """Return whether a torch.func transform is active; `linearize` has no level, but uses forward mode."""
+    # Not `peek_interpreter_stack() is not None`, which is always true under torch.compile.
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def linearizing() -> bool:
-    """Whether `torch.func.linearize` runs here, or forward mode without torch.func."""
+    """Return whether `torch.func.linearize`, or forward mode without torch.func, is active."""
     return forward_ad._current_level >= 0 and not in_jvp()
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Under it we compute as outside all torch.func transforms; what is wrapped has to be `unwrapped` first."""
+    """Suspend all torch.func transforms in this block; wrapped tensors have to be `unwrapped` first."""
     return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 def unwrapped(x: Tensor) -> Tensor | None:
-    """The values of a tensor under torch.func transforms; None under a vmap over it, where there is no one value."""
+    """Return a tensor's values under torch.func transforms; None under a vmap over it, which has one per sample."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         if torch._C._functorch.is_batchedtensor(x):
             return None

@@ -1,4 +1,4 @@
-"""The public calls that each thread is in: the name of the innermost begins the errors that are raised in it."""
+"""The public calls of each thread; the name of the innermost one begins error messages."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 class _OfThreads(dict[int, list[Any]]):
+    # Not a defaultdict: other threads read a thread's calls, and `setdefault` gives both the same list in a race.
     def __missing__(self, thread: int) -> list[Any]:
         return self.setdefault(thread, [])
 
 
-CALLS = _OfThreads()  # public functions and names, the innermost last; `public` and `call_as` alone change it
+CALLS = _OfThreads()  # public functions and names, innermost last; only `public` and `call_as` change it
 
 
 def call_as(name: str, fn: Callable[_Args, _T], *args: _Args.args, **kwargs: _Args.kwargs) -> _T:
-    """Call a function whose errors begin with `name`: a command, or work for a call of another thread."""
+    """Call a function whose errors begin with `name`: a command, or work for a call of a different thread."""
     calls = CALLS[get_ident()]
     calls.append(name)
     try:
@@ -48,13 +49,13 @@ def call_as(name: str, fn: Callable[_Args, _T], *args: _Args.args, **kwargs: _Ar
 
 
 def call_of(thread: int, depth: int = 1) -> str:
-    """Return the name of a public call that a thread is in, by default the innermost; "" outside of any."""
+    """Return the name of a thread's public call, by default the innermost; "" outside of any."""
     call = next(iter(CALLS[thread][-depth:]), "") if depth else ""
     return call if isinstance(call, str) else path_of(call)
 
 
 def public_name() -> str:
-    """Return the name with which an error of this thread begins; "fsharding" outside of any public call."""
+    """Return the name that begins this thread's errors; "fsharding" outside of any public call."""
     return call_of(get_ident()) or "fsharding"
 
 
@@ -66,13 +67,13 @@ def path_of(fn: Callable[..., Any]) -> str:
     path = _path_in_fs(owner)
     if not isinstance(owner, type):
         return path
-    if rest[0] == "__call__":  # of a value that has a name of the user's own
+    if rest[0] == "__call__":  # of an object in the user's variable: the class name in words, such as "train step"
         return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", first).lower()
     return path if rest[0].startswith("__") else f"{path}.{rest[0]}"
 
 
 def _path_in_fs(found: Any) -> str:
-    """Return the shortest path at which `fs` has a function or a class, or its own name."""
+    """Return the shortest path of a function or class in `fs`, or else its name."""
     api, others = find("api", "fs"), loaded("later")
     spaces = [("fs", {**vars(api), **others}, [*api.__all__, *others])]
     for path, members, names in spaces:

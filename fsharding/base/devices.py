@@ -1,6 +1,6 @@
-"""Accelerators, whatever their kind: streams, events, synchronization, memory, and the backend of their collectives.
+"""Accelerators of any type: streams, events, graphs, memory, and collective backends.
 
-Guarantee: no name of a kind of device decides anything; what a device lacks is found by asking for it.
+Features are found by trying them, never by the name of a device type.
 """
 
 from __future__ import annotations
@@ -16,34 +16,27 @@ import torch.distributed as dist
 __all__ = [
     "accelerator", "backend_for", "device_count", "is_capturing", "is_here", "missing_parts",
     "name_of", "new_event", "new_graph", "new_stream", "on_stream", "peak_memory", "recording", "records_graphs",
-    "set_device", "synchronize",
+    "synchronize",
 ]  # fmt: skip
 
 
 def accelerator() -> str:
-    """Return the type of the accelerator that is here, such as "cuda"; "cpu" without one."""
-    return (
-        current.type
-        if torch.accelerator.is_available() and (current := torch.accelerator.current_accelerator())
-        else "cpu"
-    )
+    """Return the type of this machine's accelerator, such as "cuda"; "cpu" without one."""
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if current is None else current.type
 
 
 def is_here(device_type: str) -> bool:
-    """Whether tensors on a type of device have streams and events here: it is the accelerator of this machine."""
+    """Return whether a device type is this machine's accelerator, so its tensors have streams and events."""
     return device_type not in ("cpu", "meta") and accelerator() == device_type
 
 
 def missing_parts(device_type: str, ranks: int) -> list[str]:
-    """Name what an accelerator lacks that a mesh needs: streams, events, and on several ranks a collective backend."""
-    wanted = {
-        "streams": lambda: torch.accelerator.current_stream(device_type),
-        "events": lambda: new_event(device_type),
-    }
+    """List what an accelerator lacks for a mesh: streams, events, or with several ranks a collective backend."""
     found: list[str] = []
-    for name, ask in wanted.items():
+    for name, make in (("streams", torch.accelerator.current_stream), ("events", new_event)):
         try:
-            ask()
+            make(device_type)
         except (RuntimeError, ValueError) as error:
             found.append(f"{name}: {str(error).partition(chr(10))[0]}")
     if ranks > 1 and not backend_for(device_type):
@@ -52,40 +45,35 @@ def missing_parts(device_type: str, ranks: int) -> list[str]:
 
 
 def backend_for(device_type: str) -> str:
-    """Return the name of the collective backend of a type of device, such as "nccl"; "" if none is registered."""
+    """Return the collective backend of a device type, such as "nccl"; "" if none is registered."""
     return dist.Backend.default_device_backend_map.get(device_type, "")
 
 
 def device_count() -> int:
-    """Return how many accelerators this process sees."""
+    """Return the number of accelerators that this process sees."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def set_device(index: int) -> None:
-    """Make an accelerator the current one of this process."""
-    torch.accelerator.set_device_index(index)
-
-
 def name_of(device_type: str) -> str:
-    """Return the name of the model of a device, such as "NVIDIA H100"; its type if it has none."""
+    """Return the model name of a device, such as "NVIDIA H100"; its type if it has none."""
     return str(getattr(torch.get_device_module(device_type), "get_device_name", lambda: device_type)())
 
 
 def synchronize() -> None:
-    """Wait for everything that this process has given its accelerator, if it has used one."""
+    """Wait for all work of this process on its accelerator, if it has used one."""
     here = accelerator()
     if here != "cpu" and getattr(torch.get_device_module(here), "is_initialized", lambda: True)():
         torch.accelerator.synchronize()
 
 
 def peak_memory(device_type: str) -> int | None:
-    """Return the largest number of bytes of tensors on the accelerator so far; None for a CPU."""
+    """Return the peak bytes of tensors on the accelerator; None for a CPU."""
     return torch.accelerator.max_memory_allocated() if is_here(device_type) else None
 
 
 # -------------------------------------------------------------------------------------------------------------- streams
 def new_stream(device: torch.device) -> torch.Stream:
-    """Return a new stream, of higher priority than the default one where the device has priorities."""
+    """Return a new stream, with a higher priority than the default one if the device has priorities."""
     return torch.Stream(device, priority=-1)
 
 
@@ -95,13 +83,13 @@ def new_event(device: torch.device | str) -> torch.Event:
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """Return the stream that this thread computes on; None where the device has none."""
+    """Return this thread's current stream; None if the device has none."""
     return torch.accelerator.current_stream(device) if is_here(device.type) else None
 
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Generator[None]:
-    """Have this thread compute on a stream, and on its device; blocks may be nested, also of one stream."""
+    """Make a stream and its device current in this block; blocks may be nested."""
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -111,7 +99,7 @@ def on_stream(stream: torch.Stream) -> Generator[None]:
 
 
 def records_graphs(device_type: str) -> bool:
-    """Whether torch can record what a type of device is given as a graph, and run it again."""
+    """Return whether torch can capture the work on a device type as a graph, and replay it."""
     return is_here(device_type) and _graph_type(device_type) is not None
 
 
@@ -124,7 +112,7 @@ def new_graph(device: torch.device) -> Any:
 
 @functools.cache
 def _graph_type(device_type: str) -> Callable[[], Any] | None:
-    """What makes a graph: torch's class for CUDA, or its class for any accelerator; None if that has no graphs."""
+    """Return the constructor of graphs: torch's class for CUDA, else its generic one; None if that isn't supported."""
     of_cuda = getattr(torch.get_device_module(device_type), "CUDAGraph", None)
     general = getattr(torch.accelerator, "Graph", None)
     if of_cuda is not None or general is None:
@@ -138,19 +126,19 @@ def _graph_type(device_type: str) -> Callable[[], Any] | None:
 
 @contextmanager
 def recording(graph: Any, stream: torch.Stream) -> Generator[None]:
-    """Have a graph record what a stream, and those that wait for it, are given; nothing is carried out."""
+    """Capture the work on a stream, and on streams that wait for it, in a graph without running it."""
     if isinstance(graph, getattr(torch.accelerator, "Graph", ())):
         with on_stream(stream), graph:
             yield
         return
-    # NCCL's watchdog asks for events in a thread of its own, which a capture would otherwise forbid.
+    # NCCL's watchdog thread queries events, which other capture modes forbid.
     module = torch.get_device_module(stream.device)
     with module.graph(graph, stream=stream, capture_error_mode="thread_local"):
         yield
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether this thread is capturing a graph of the device."""
+    """Return whether this thread is capturing a graph on the device."""
     if not is_here(device.type):
         return False
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)

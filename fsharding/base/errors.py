@@ -1,7 +1,4 @@
-"""Every exception the library raises, and the one form of their texts.
-
-Guarantee: bad input is refused on every rank, before anything has changed.
-"""
+"""Every exception that the library raises, and the format of their messages."""
 
 from __future__ import annotations
 
@@ -30,67 +27,67 @@ _TAIL = 300
 
 
 class FshardingError(Exception):
-    """Base of everything that fsharding raises on purpose."""
+    """Base class of the library's exceptions."""
 
 
 class ArgumentError(FshardingError, TypeError):
-    """An argument of another kind than the function takes, two that are swapped, or one that was changed in place."""
+    """An argument has the wrong type, is swapped with a different one, or was modified in place."""
 
 
 class MeshError(FshardingError, ValueError):
-    """A mesh that cannot be made: unknown axis, product differs from the world size."""
+    """A mesh is invalid: for example, an axis is unknown, or its size differs from the world size."""
 
 
 class SpecError(FshardingError, ValueError):
-    """A `PartitionSpec` or rule that does not fit the leaf or the mesh."""
+    """A `PartitionSpec` or rule doesn't fit the leaf or the mesh."""
 
 
 class LayoutError(FshardingError, ValueError):
-    """A layout that cannot be planned, or a value that is not in the layout that it claims."""
+    """A layout can't be planned, or a value doesn't have the layout that it should have."""
 
 
 class TreeError(FshardingError, ValueError):
-    """Two trees that should match do not."""
+    """Two trees don't match."""
 
 
 class BatchError(FshardingError, ValueError):
-    """A batch that cannot be divided as asked."""
+    """A batch can't be divided as requested."""
 
 
 class RandomKeyError(FshardingError, ValueError):
-    """A random key of the wrong shape or dtype, or a seed that is out of range."""
+    """A random key has the wrong shape or dtype, or a seed is out of range."""
 
 
 class DataError(FshardingError, ValueError):
-    """Training data that is missing, empty or too short, or what should be token ids and is not."""
+    """Training data is missing, empty or too short, or token ids are invalid."""
 
 
 class ConfigError(FshardingError, ValueError):
-    """A configuration that cannot run: bad option, unwritable directory, absent extra."""
+    """A configuration can't run: for example, a bad option, an unwritable directory, a missing extra."""
 
 
 class CheckpointError(FshardingError, ValueError):
-    """A checkpoint that is absent, incomplete, damaged, or of another model."""
+    """A checkpoint is missing, incomplete, damaged, or of a different model."""
 
 
 class DiskError(FshardingError, OSError):
-    """A file of a leaf that is kept on disk: no room, a write or read that failed, or other bytes than were written."""
+    """Leaves on disk: the disk is full, a read or write failed, or a file has changed."""
 
 
 class ScheduleError(FshardingError, ValueError):
-    """A pipeline schedule that cannot be planned, or a table that is incomplete, out of order or never ends."""
+    """A pipeline schedule can't be planned, or a table is incomplete, out of order, or never ends."""
 
 
 class TransformError(FshardingError, TypeError):
-    """A transform applied where it has no meaning; the text says what to use."""
+    """A transform is not supported here; the message shows what to use instead."""
 
 
 class NotGatheredError(TransformError, AttributeError):
-    """A leaf of the parameters was used as a tensor before its unit was gathered.
+    """A parameter was used as a tensor before its unit was gathered.
 
     Attributes:
-        leaf: the `Local` node, until its path is known.
-        use: what was done with it, as the rest of a sentence that begins with the leaf.
+        leaf: The `Local` node, until its path is known.
+        use: Description of the use, which completes a sentence that begins with the leaf.
     """
 
     def __init__(self, text: str = "", leaf: object = None, use: str = "") -> None:
@@ -99,56 +96,56 @@ class NotGatheredError(TransformError, AttributeError):
         self.use = use
 
     def __reduce__(self) -> tuple[type[NotGatheredError], tuple[str]]:
-        # A node is on a mesh, which cannot travel.
+        # Without the leaf: its mesh can't be pickled.
         return type(self), (str(self),)
 
 
 class NotDequantizedError(TransformError, AttributeError):
-    """A tensor that is held in a format of low precision was used as a plain one."""
+    """A tensor in a low-precision format was used as a plain one."""
 
 
 class MissingKeyError(FshardingError, KeyError):
-    """A loss function asks for an entry that neither its parameters nor its batch have."""
+    """A loss function reads an entry that neither its parameters nor its batch have."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.args))  # KeyError's own is the repr, with the lines in one
+        return "\n".join(map(str, self.args))  # `KeyError` shows the repr, on one line
 
 
 class MissingNameError(FshardingError, AttributeError):
-    """A name of torch, JAX or optax that this library does not have; the text says what does the same here."""
+    """A name of torch, JAX or optax doesn't exist here; the message shows the equivalent."""
 
 
 class FrozenError(FshardingError, dataclasses.FrozenInstanceError):
-    """An attribute of a value is assigned or deleted. Values don't change; the text says how to make another one."""
+    """An attribute of an immutable value was assigned or deleted; the message shows how to make a new value."""
 
 
 class ShapeError(FshardingError, RuntimeError):
-    """A loss function computes with tensors whose shapes do not go together."""
+    """A loss function combines tensors of incompatible shapes."""
 
 
 class DtypeError(FshardingError, RuntimeError):
-    """A loss function computes with a leaf of the batch whose dtype or device does not go with the parameters."""
+    """A loss function combines parameters with a batch leaf of an incompatible dtype or device."""
 
 
 class DonatedError(FshardingError, RuntimeError):
-    """A state was used after it had been donated to a step."""
+    """A state was used after it was donated to a step."""
 
 
 class NonFiniteError(FshardingError, FloatingPointError):
-    """Loss or gradients are not finite; the step was refused on all ranks and the state is as before."""
+    """Loss or gradients aren't finite; all ranks rejected the step, and the state is unchanged."""
 
 
 class ReplicaError(FshardingError, RuntimeError):
-    """Ranks that hold the same part of a state hold different values of it."""
+    """Ranks have different values of the same part of a state."""
 
 
 class RankError(FshardingError, RuntimeError):
-    """A rank raised, died or hung, or is in another call than those that wait for it.
+    """A rank raised, died or hung, or is in a different call than the ranks that wait for it.
 
     Attributes:
-        ranks: which, where that is known of a step.
-        stacks: where the ranks were that could still say so, by rank: their call, the part of the work that they were
-            in, the collective and the ranks that they waited for, and the innermost lines of their Python stacks.
+        ranks: Global ranks that caused it, if known.
+        stacks: Positions by rank, of ranks that could still report: their call, phase, collective, awaited ranks and
+            innermost stack lines.
     """
 
     def __init__(self, text: str = "", ranks: tuple[int, ...] = (), stacks: Mapping[int, str] | None = None) -> None:
@@ -157,22 +154,13 @@ class RankError(FshardingError, RuntimeError):
 
 
 def message(rule: str, rows: Iterable[str] = (), mend: str = "") -> str:
-    """Word an error of the innermost public call: its name, then `rule` as the rest of the sentence; see `report`."""
+    """Format an error of the innermost public call: its name, then `rule`, which completes the sentence."""
     return report(f"{public_name()} {rule}", rows, mend)
 
 
 def report(text: str, rows: Iterable[str] = (), mend: str = "") -> str:
-    """Word an error: what is wrong, one indented row a leaf, then the edit.
-
-    Args:
-        text: a whole sentence.
-        rows: one line for each offending leaf, all of them; the text has the first ten and says how many there are
-            more. The lines of a row that has several are indented further, so that none can be taken for another row.
-        mend: the edit that makes it work.
-
-    Returns:
-        The text of the exception; see `printable` for what becomes of its characters, and of long lines.
-    """
+    """Format an error: a sentence, one indented row per offending leaf (the first ten, and a count), then the fix."""
+    # More lines of a row are indented further, so that none looks like a row. `printable` bounds and escapes each line.
     rest = iter(rows)
     lines = _lines(text)
     for row in islice(rest, _MOST_ROWS):
@@ -186,7 +174,7 @@ def report(text: str, rows: Iterable[str] = (), mend: str = "") -> str:
 
 
 def listed(names: Iterable[str], *, none: str = "none") -> str:
-    """Join names, such as "a, b, c"; of more than ten the first ten and the number of the others."""
+    """Join names, such as "a, b, c": the first ten, and the number of the rest."""
     rest = iter(names)
     first = [*islice(rest, _MOST_ROWS)]
     left = sum(1 for _ in rest)
@@ -194,9 +182,9 @@ def listed(names: Iterable[str], *, none: str = "none") -> str:
 
 
 def printable(text: str, longest: int = _LONGEST_LINE) -> str:
-    """Escape control characters, as Python writes them; keep only both ends of a text of more than `longest`."""
+    """Escape control characters like Python; keep only both ends of a text longer than `longest`."""
     if len(text) > longest:
-        # Cut first: what is left out is not looked at.
+        # Truncate first: a hostile text may be huge.
         return f"{printable(text[:_HEAD])} ... {printable(text[-_TAIL:])} ({len(text):,} characters)"
     if text.isprintable():
         return text
@@ -204,7 +192,7 @@ def printable(text: str, longest: int = _LONGEST_LINE) -> str:
 
 
 def _lines(text: str, longest: int = _LONGEST_LINE) -> list[str]:
-    """The lines of a text, each as `printable` has it."""
+    """Split a text into at most `_MOST_LINES` printable lines."""
     lines = text.split("\n", _MOST_LINES)
     if len(lines) > _MOST_LINES:
         lines[-1] = f"... and {lines[-1].count(chr(10)) + 1:,} more lines"
@@ -212,6 +200,6 @@ def _lines(text: str, longest: int = _LONGEST_LINE) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return " Did you mean 'x'?" for the known name that is most like `name`; "" if none is. `cutoff`: 0 to 1."""
+    """Return " Did you mean 'x'?" for the most similar known name; "" if none reaches the cutoff (0 to 1)."""
     close = difflib.get_close_matches(name, list(known), 1, cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Public functions: how a wrong argument is refused, and an unforeseen failure explained."""
+"""Public functions: checks of arguments, and explanations of failures that no check foresees."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(tree.optree.__file__).p
 
 def public(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     """Mark a public function: its name begins the errors raised in it, and wrong arguments are explained."""
-    # A function made inside of a public call has its name: a user who calls fs.adamw(1e-3).update has typed fs.adamw.
+    # A function made in a public call has that call's name: a user who calls fs.adamw(1e-3).update has typed fs.adamw.
     mark = (calls.call_of(get_ident()) or fn) if "<locals>" in fn.__qualname__ else fn
 
     @functools.wraps(fn)
@@ -95,7 +95,7 @@ def _explanation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         if _holds_parameters(signature, args):
             return str(without_parameters())
         if "too many positional" in str(unfit) and (call := _call_of(typing.get_type_hints(fn).get("return"))):
-            mend = f"It returns a function, which takes the rest: {name}{_short(signature)}{call}."
+            mend = f"It returns a function that takes the rest: {name}{_short(signature)}{call}."
         verb = "is" if str(unfit).startswith("missing") else "got"
         return report(f"{name} {verb} {str(unfit).removeprefix('got ')}.", mend=mend + _other_names(signature, kwargs))
     if not _is_ours(error) or not _is_about_arguments(error):
@@ -105,19 +105,18 @@ def _explanation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     wrong = [arg for arg, x in given.items() if classes[arg] and not _is_one_of(x, classes[arg])]
     if wrong:
         rows = [f"{arg} is {kind_of(given[arg])}, not {fn.__annotations__[arg]}" for arg in wrong]
-        return report(f"{name} got arguments of another kind.", rows, mend)
+        return report(f"{name} got arguments of the wrong type.", rows, mend)
     trees = [arg for arg, hint in fn.__annotations__.items() if "Tree" in str(hint) and given.get(arg) is not None]
     odd = [row for arg in trees for row in _odd_leaves(arg, given[arg], error)]
     if odd:
         rows = [*odd, f"so it failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"]
-        return report(
-            f"{name} got leaves that it cannot use.", rows, "Give trees of tensors on the device of the mesh."
-        )
+        mend = "Pass trees of tensors on the device of the mesh."
+        return report(f"{name} got leaves that it cannot use.", rows, mend)
     return None
 
 
 def _is_one_of(x: Any, classes: tuple[type, ...]) -> bool:
-    """Return whether an argument has one of some classes; a string is a sequence only where `str` is meant."""
+    """Return whether an argument has one of some classes; a string doesn't count as a sequence."""
     return isinstance(x, classes) and (not isinstance(x, str) or str in classes)
 
 
@@ -135,25 +134,22 @@ def _call_of(result: Any) -> str:
     return "(...)" if typing.get_origin(result) is collections.abc.Callable else ""
 
 
+_ACCUMULATION = "accumulate", "accumulation_steps", "grad_accum", "gradient_accumulation_steps"
 _ALIASES = {
     "lr": ("learning_rate",),
     "betas": ("b1", "b2"),
     "beta1": ("b1",),
     "beta2": ("b2",),
     "epsilon": ("eps",),
-    "wd": ("weight_decay",),
-    "decay": ("weight_decay",),
-    "accumulate": ("microbatches",),
-    "accumulation_steps": ("microbatches",),
-    "grad_accum": ("microbatches",),
-    "gradient_accumulation_steps": ("microbatches",),
+    **dict.fromkeys(("wd", "decay"), ("weight_decay",)),
+    **dict.fromkeys(_ACCUMULATION, ("microbatches",)),
     "loss_fn": ("model", "fn"),
     "optimizer": ("opt",),
     "seed": ("key",),
     "donate_argnums": ("donate",),
     "dtype": ("precision",),
 }
-"""Arguments by the names that other libraries give them."""
+"""Our arguments, by their names in other libraries."""
 
 
 def _other_names(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
@@ -165,14 +161,15 @@ def _other_names(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
     hints: list[str] = []
     for name in unknown:
         ours = [other for other in _ALIASES.get(name, ()) if other in named]
-        hints.append(f" Instead of {name}= it takes {' and '.join(ours)}." if ours else did_you_mean(name, named))
+        use = " and ".join(f"{other}=" for other in ours)
+        hints.append(f" Use {use} instead of {name}=." if ours else did_you_mean(name, named))
     return "".join(hint for hint in hints if hint) or f" Its arguments are {', '.join(named)}."
 
 
 def without_parameters() -> ArgumentError:
-    """Make the error for parameters given to an optimizer, as torch's take them."""
-    mend = f"Write {public_name()}(1e-3): opt.init(params), or fs.init_state, makes its state for them."
-    return ArgumentError(message("takes a learning rate, and no parameters.", mend=mend))
+    """Make the error for an optimizer that got parameters, as torch's optimizers do."""
+    mend = f"Write {public_name()}(1e-3): opt.init(params), or fs.init_state, makes the state for parameters."
+    return ArgumentError(message("takes a learning rate, not parameters.", mend=mend))
 
 
 def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
@@ -182,7 +179,7 @@ def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bo
 
 
 def _classes(fn: Callable[..., Any], arg: str) -> tuple[type, ...]:
-    """Return the classes of an annotation such as "Layout | None" or "Sequence[Tree]"; none if it says more."""
+    """Return the classes of an annotation such as "Layout | None" or "Sequence[Tree]"; () for other annotations."""
     known = {**vars(builtins), **inspect.unwrap(fn).__globals__, "None": type(None)}
     named = [known.get(word.partition("[")[0]) for word in str(fn.__annotations__.get(arg, "")).split(" | ")]
     # An alias such as Mesh is a union.
@@ -192,14 +189,14 @@ def _classes(fn: Callable[..., Any], arg: str) -> tuple[type, ...]:
 
 
 def _is_about_arguments(error: Exception) -> bool:
-    """Return whether arguments can be the cause; communication errors have types, texts or marks of their own."""
+    """Return whether arguments can be the cause: not if it is a communication error, by its type, text or mark."""
     if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
         return type(error) is RuntimeError and "gloo/" not in str(error) and not hasattr(error, "_fsharding_peers")
     return isinstance(error, TypeError | AttributeError | ValueError | LookupError | NotImplementedError)
 
 
 def _odd_leaves(name: str, x: Any, error: Exception) -> Iterator[str]:
-    """Yield the leaves of a tree that are not tensors, hold no values, or are of a dtype that the error names."""
+    """Describe the leaves that aren't tensors, have no values, or have a property that the error mentions."""
     text = str(error)
     for path, leaf in tree.named_leaves(x).items():
         place = f"{name}.{path}" if path else name
@@ -215,14 +212,14 @@ def _odd_leaves(name: str, x: Any, error: Exception) -> Iterator[str]:
 
 # ----------------------------------------------------------------------------------------------- checks of arguments
 def kind_of(x: Any) -> str:
-    """Describe a value, for an error."""
+    """Describe a value for an error."""
     name = type(x).__name__
     if isinstance(x, type):
         return f"the class {x.__name__}"
     if isinstance(x, nn.Module):
         return f"an nn.Module, {name}"
     if isinstance(x, torch.optim.Optimizer):
-        return f"an optimizer of torch, {name}"
+        return f"a torch optimizer, {name}"
     if isinstance(x, Tensor):
         on_meta = " on meta" if x.is_meta else ""
         return f"a tensor {str(x.dtype).removeprefix('torch.')}{list(x.shape)}{on_meta}"
@@ -242,19 +239,19 @@ def yields_batches(x: Any) -> bool:
 
 
 def refuse(what: str, x: Any, mend: str) -> ArgumentError:
-    """Make the error for an argument of another kind."""
+    """Make the error for an argument of the wrong type."""
     return ArgumentError(message(f"takes {what}, got {kind_of(x)}.", mend=mend))
 
 
 @_compat.left_to_python
 def refuse_compiled(mend: str) -> None:
-    """Refuse to run inside of what `torch.compile` has compiled."""
+    """Raise if a compiled function calls the public function."""
     if _compat.is_compiled_caller():
         raise TransformError(message("cannot run inside of torch.compile.", mend=mend))
 
 
 def missing_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> AttributeError:
-    """Make the error for an unknown attribute; for a private one Python's own, since many tools ask for those."""
+    """Make the error for an unknown attribute; for a private one Python's, because many tools probe for those."""
     if name.startswith("_"):
         return AttributeError(f"{owner} has no attribute {name!r}")
     known = [*known]
@@ -264,13 +261,9 @@ def missing_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping
 
 
 class Immutable:
-    """A base class whose public attributes can't be assigned or deleted; constructors write to `vars(self)`.
+    """A base class whose public attributes can't be assigned or deleted; constructors write to `vars(self)`."""
 
-    Args:
-        instead: the code that makes another value; `{name}` is the attribute.
-    """
-
-    _instead: ClassVar[str]
+    _instead: ClassVar[str]  # the code that makes a new value; `{name}` is the attribute
 
     def __init_subclass__(cls, *, instead: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -289,34 +282,33 @@ class Immutable:
 
     def _frozen(self, name: str, verb: str) -> FrozenError:
         mend = f"Write {self._instead.format(name=name)}."
-        return FrozenError(report(f"{type(self).__name__} is a value: cannot {verb} its {name!r}.", mend=mend))
+        return FrozenError(report(f"{type(self).__name__} is immutable: cannot {verb} {name!r}.", mend=mend))
 
 
 def refuse_module(x: Any) -> None:
-    """Refuse a module, whose parameters are not a tree."""
+    """Raise for an `nn.Module`, whose parameters aren't a tree."""
     if isinstance(x, nn.Module) or (isinstance(x, type) and issubclass(x, nn.Module)):
-        mend = "Make a function of it first, net = fs.functionalize(module); it takes the place of the module."
+        mend = "Convert it first, net = fs.functionalize(module), and pass net instead."
         raise refuse("a pure function or a tree", x, mend)
 
 
 def refuse_state(x: Any) -> None:
-    """Refuse a state where a tree of parameters or gradients belongs."""
+    """Raise for a state instead of a tree of parameters or gradients."""
     if hasattr(x, "opt_state"):
-        raise refuse("a tree of parameters", x, "Give it the parameters alone: state.params.")
+        raise refuse("a tree of parameters", x, "Pass the parameters alone: state.params.")
 
 
 def check_path(what: str, path: Any, call: str) -> None:
-    """Refuse a first argument that is not a path, and URLs."""
+    """Raise if the first argument isn't a path, or is a URL."""
     if not isinstance(path, str | os.PathLike):
-        raise refuse(what, path, f"Give the directory first: {call}.")
+        raise refuse(what, path, f"Pass the directory first: {call}.")
     check_local(path)
 
 
 def check_timeout(timeout: Any) -> None:
-    """Refuse a timeout that isn't a timedelta."""
+    """Raise if a timeout isn't a timedelta."""
     if not isinstance(timeout, timedelta):
-        mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
-        raise refuse("timeout= as a timedelta", timeout, mend)
+        raise refuse("timeout= as a timedelta", timeout, f"Write timeout=datetime.timedelta(seconds={timeout}).")
 
 
 def is_optimizer(x: Any) -> bool:
@@ -328,7 +320,7 @@ def is_optimizer(x: Any) -> bool:
 
 
 def check_optimizer(opt: Any) -> None:
-    """Refuse what is not a pair of functions `init` and `update`."""
+    """Raise if `opt` isn't a pair of functions `init` and `update`."""
     if is_optimizer(opt):
         return
     pair = not isinstance(opt, type | nn.Module) and all(callable(getattr(opt, n, None)) for n in ("init", "update"))
@@ -337,31 +329,29 @@ def check_optimizer(opt: Any) -> None:
         ours = {**dict.fromkeys(("Adam", "AdamW"), "fs.adamw(1e-3)"), "SGD": "fs.sgd(0.1)"}
         ours |= {"Muon": "fs.optim.muon(1e-2)", "Adafactor": "fs.optim.adafactor(1e-2)"}
         ours = ours.get(name, f"fs.optim.from_torch(torch.optim.{name})")
-        mend = f"Use {ours}: it holds no parameters, its state is part of the TrainState."
+        mend = f"Use {ours}: its state is part of the TrainState."
     elif inspect.isroutine(opt) and getattr(opt, "__module__", "").startswith("fsharding.optim"):
         mend = f"Call it: fs.{opt.__name__}(...)."
     elif isinstance(opt, torch.optim.lr_scheduler.LRScheduler):
-        rate = "fs.optim.schedules.warmup_cosine(3e-4, 9, 99)"
-        mend = f"A learning rate may be a function of the number of updates: fs.adamw({rate})."
+        mend = "Pass a schedule as the learning rate: fs.adamw(fs.optim.schedules.warmup_cosine(3e-4, 9, 99))."
     elif pair:
-        mend = "Its functions are of the same form: fs.optim.GradientTransformation(opt.init, opt.update)."
+        mend = "Wrap its functions: fs.optim.GradientTransformation(opt.init, opt.update)."
     else:
-        mend = "Give a pair such as fs.adamw(1e-3) or fs.optim.chain(...), whose init and update are functions."
-    raise refuse("an optimizer that is a pair of functions", opt, mend)
+        mend = "Pass an optimizer such as fs.adamw(1e-3) or fs.optim.chain(...)."
+    raise refuse("an optax-style optimizer, a pair of functions", opt, mend)
 
 
 def check_function(what: str, fn: Callable[..., Any], count: int, *, exactly: bool = False) -> None:
-    """Refuse what cannot be called with `count` arguments."""
+    """Raise if `fn` can't be called with `count` arguments."""
     refuse_module(fn)
     if not callable(fn) or isinstance(fn, type):
-        raise refuse(what, fn, f"Give {what}.")
+        raise refuse(what, fn, f"Pass {what}.")
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
-        return  # One that is written in C does not say.
+        return  # a function in C may have no signature
     try:
         (signature.bind if exactly else signature.bind_partial)(*[None] * count)
     except TypeError as error:
         name = getattr(fn, "__name__", type(fn).__name__)
-        text = f"takes {what}, got {name}{signature}."
-        raise ArgumentError(message(text, mend=f"Give {what}.")) from error
+        raise ArgumentError(message(f"takes {what}, got {name}{signature}.", mend=f"Pass {what}.")) from error

@@ -1,7 +1,4 @@
-"""Implementations that are found by name, so that the code that uses them does not import them.
-
-Guarantee: names of a kind come in the order of their registration, and registering a name again replaces its place.
-"""
+"""Implementations by kind and name, so that code can use them without importing them."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ _places: dict[str, dict[str, str]] = {}
 
 
 def register(kind: str, name: str, place: str) -> None:
-    """Register an implementation without importing it."""
+    """Register an implementation, "module:attribute", without importing it, or replace an earlier one."""
     _places.setdefault(kind, {})[name] = place
 
 
 def names_of(kind: str) -> tuple[str, ...]:
-    """Return the registered names of a kind."""
+    """Return the registered names of a kind, in order of registration."""
     return tuple(_places.get(kind, ()))
 
 
 def loaded(kind: str) -> dict[str, Any]:
-    """Return the implementations of a kind that are imported already, by name."""
+    """Return the implementations of a kind whose modules are already imported, by name."""
     modules = {name: place.partition(":")[0] for name, place in _places.get(kind, {}).items()}
     return {name: find(kind, name) for name, module in modules.items() if module in sys.modules}
 

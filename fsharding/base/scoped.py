@@ -1,7 +1,4 @@
-"""Values that functions find without being handed them, for as long as a `with` block lasts.
-
-Guarantee: the previous value is restored when the block ends, also after an exception.
-"""
+"""Context variables with a value for one `with` block."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ T = TypeVar("T")
 
 @contextmanager
 def scoped(variable: ContextVar[T], value: T) -> Generator[None]:
-    """Give a context variable a value inside the `with` block."""
+    """Set a context variable in this block, then restore its previous value."""
     token = variable.set(value)
     try:
         yield

@@ -1,7 +1,4 @@
-"""`Shared`: the mark of a batch entry that holds no rows, such as the borders of packed documents or class weights.
-
-Guarantee: a loss function sees the marked value itself, never the mark.
-"""
+"""`Shared`: the mark of a batch entry without rows, such as class weights; loss functions get the value only."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ __all__ = ["Shared", "map_rows", "rows_of", "unmarked"]
 
 
 class Shared:
-    """Mark a batch entry that holds no rows: every rank and every microbatch gets it as it is.
+    """A batch entry that every rank and every microbatch receives unsplit.
 
-    `fs.local_batch`, microbatches, `fs.ops.cut_sequence` and `fs.evaluate` split the other entries along dim 0, which
-    must be the same in all of them. The loss function gets the value, without the mark.
+    `fs.local_batch`, microbatches, `fs.ops.cut_sequence` and `fs.evaluate` split all other entries along dim 0, whose
+    size must be the same in all of them. The loss function receives the value, without this mark.
 
     Args:
-        value: a tensor of any shape and dtype, or a tree of them. `fs.local_batch` moves it to the device of the mesh.
+        value: Tensor of any shape and dtype, or a tree of them. `fs.local_batch` moves it to the device of the mesh.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
-        >>> borders = torch.tensor([0, 3, 5, 8])  # of three documents in eight tokens
+        >>> borders = torch.tensor([0, 3, 5, 8])  # three documents in eight tokens
         >>> batch = fs.local_batch({"tokens": torch.arange(8), "borders": fs.Shared(borders)}, mesh)
         >>> batch["borders"]
         Shared(tensor([0, 3, 5, 8]))
@@ -46,17 +43,17 @@ tree.register_node(
 
 
 def map_rows(fn: Callable[[Any], Any], batch: Tree) -> Tree:
-    """Apply a function to the entries of a batch that hold rows, and keep the others as they are."""
+    """Apply a function to the entries of a batch that have rows, and keep the others."""
     return tree.map(lambda x: x if isinstance(x, Shared) else fn(x), batch, is_leaf=_is_shared)
 
 
 def rows_of(batch: Tree) -> Tree:
-    """Take the entries that hold rows, with None for the others."""
+    """Replace the entries without rows by None."""
     return tree.map(lambda x: None if isinstance(x, Shared) else x, batch, is_leaf=_is_shared)
 
 
 def unmarked(batch: Tree) -> Tree:
-    """Replace marks by their values. A batch without marks is returned itself, not a copy."""
+    """Replace marks by their values; a batch without marks is returned itself, not a copy."""
     if not any(map(_is_shared, tree.leaves(batch, is_leaf=_is_shared))):
         return batch
     return tree.map(lambda x: x.value if isinstance(x, Shared) else x, batch, is_leaf=_is_shared)

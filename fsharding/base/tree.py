@@ -1,7 +1,4 @@
-"""Pytrees: optree under our own namespace, with leaves named by dotted paths such as `params.blocks.wq`.
-
-Guarantee: `paths(t)` names every leaf exactly once, in the order of `leaves(t)`.
-"""
+"""Pytrees: optree in our own namespace, with leaves named by dotted paths such as `params.blocks.wq`."""
 
 from __future__ import annotations
 
@@ -31,20 +28,31 @@ _TWO_TREES = ("the first tree", "the second tree")
 
 
 def flatten(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Splits a tree into its leaves and its structure.
+    """Split a tree into its leaves and its structure.
+
+    Args:
+        tree, is_leaf: Any tree, and a predicate of nodes to treat as leaves. None is an empty subtree, not a leaf.
+
+    Returns:
+        The leaves, and the structure for `unflatten`. Dict keys are sorted.
 
     Example:
         >>> flat, spec = fs.tree.flatten({"b": 1, "a": (2, None)})
-        >>> flat
-        [2, 1]
-        >>> fs.tree.unflatten(spec, ["two", "one"])
-        {'b': 'one', 'a': ('two', None)}
+        >>> flat, spec
+        ([2, 1], PyTreeSpec({'a': (*, None), 'b': *}))
     """
     return optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
 def unflatten(spec: optree.PyTreeSpec, flat: Sequence[Any]) -> Tree:
-    """Builds a tree of a given structure from its leaves.
+    """Build a tree from a structure and leaves.
+
+    Args:
+        spec: Structure from `flatten`.
+        flat: One value per leaf.
+
+    Returns:
+        The tree.
 
     Example:
         >>> flat, spec = fs.tree.flatten({"w": 1, "b": 2})
@@ -55,7 +63,13 @@ def unflatten(spec: optree.PyTreeSpec, flat: Sequence[Any]) -> Tree:
 
 
 def leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> list[Any]:
-    """The leaves of a tree, in order; `None` is no leaf.
+    """List the leaves of a tree.
+
+    Args:
+        tree, is_leaf: Any tree, and a predicate of nodes to treat as leaves. None is an empty subtree, not a leaf.
+
+    Returns:
+        The leaves, in the order of `flatten`.
 
     Example:
         >>> fs.tree.leaves({"b": 1, "a": [2, None, 3]})
@@ -64,7 +78,7 @@ def leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> list[Any]:
     return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
-@functools.lru_cache(maxsize=1 << 14)  # each window of an update has a structure of its own
+@functools.lru_cache(maxsize=1 << 14)  # each chunk of an optimizer update has a different structure
 def _cached_paths(spec: optree.PyTreeSpec) -> tuple[str, ...]:
     def name(entry: Any) -> str:
         return str(getattr(entry, "field", entry.entry))
@@ -73,7 +87,8 @@ def _cached_paths(spec: optree.PyTreeSpec) -> tuple[str, ...]:
 
 
 def _paths_of(spec: optree.PyTreeSpec) -> tuple[str, ...]:
-    """Paths of a registered node are built from its children's: a cache would keep its static data, such as a mesh."""
+    """Return the path of every leaf."""
+    # Caching the spec of a registered node would keep its static data, such as a mesh, alive: only cache its children.
     if spec.type not in _registered:
         return _cached_paths(spec)
     pairs = zip(spec.entries(), spec.children(), strict=True)
@@ -84,7 +99,13 @@ _registered: set[type[Any]] = set()
 
 
 def paths(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[str, ...]:
-    """The dotted path of each leaf: dict keys, field names and positions joined by dots.
+    """List the dotted path of each leaf: dict keys, field names and positions joined by dots.
+
+    Args:
+        tree, is_leaf: Any tree, and a predicate of nodes to treat as leaves.
+
+    Returns:
+        The paths, in the order of `leaves`.
 
     Example:
         >>> fs.tree.paths({"blocks": [{"w": 1}, {"w": 2}], "head": 3})
@@ -94,30 +115,45 @@ def paths(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[str, ...]:
 
 
 def named_leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> dict[str, Any]:
-    """The leaves of a tree by path: the form in which checkpoints hold a state.
+    """Map paths to leaves, as checkpoints store a state.
+
+    Args:
+        tree, is_leaf: Any tree, and a predicate of nodes to treat as leaves.
+
+    Returns:
+        The leaves by path, in the order of `leaves`.
 
     Raises:
-        TreeError: several leaves have one path, as in `{"a.b": 1, "a": {"b": 2}}`.
+        TreeError: Several leaves have the same path, as in `{"a.b": 1, "a": {"b": 2}}`.
 
     Example:
         >>> fs.tree.named_leaves({"blocks": [{"w": 1}, {"w": 2}], "head": 3})
         {'blocks.0.w': 1, 'blocks.1.w': 2, 'head': 3}
     """
     flat, spec = flatten(tree, is_leaf=is_leaf)
-    result = dict(zip(_paths_of(spec), flat, strict=True))
+    names = _paths_of(spec)
+    result = dict(zip(names, flat, strict=True))
     if len(result) < len(flat):
-        names = _paths_of(spec)
         rows = [f"{path!r} is the path of {n} leaves" for path, n in Counter(names).items() if n > 1]
-        mend = "Rename keys: the keys of a leaf, joined by dots, are its path."
+        mend = "Rename a key: a path is the keys of a leaf, joined by dots."
         raise TreeError(report("fs.tree.named_leaves got leaves whose paths collide.", rows, mend))
     return result
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
-    """Applies `fn` to the leaves of `tree` and to what stands at the same place in each of `rest`.
+    """Apply a function to corresponding leaves of trees.
+
+    Args:
+        fn: Function of one leaf per tree.
+        tree: Tree that determines the structure.
+        *rest: Trees with the same structure, or with subtrees instead of leaves, which `fn` then receives.
+        is_leaf: Predicate of nodes of `tree` to treat as leaves.
+
+    Returns:
+        A tree of the results, structured like `tree`.
 
     Raises:
-        TreeError: one of `rest` lacks a part of `tree`; the text names both.
+        TreeError: A tree of `rest` lacks a part of `tree`, or `fn` isn't a function.
 
     Example:
         >>> params, grads = {"w": 1.0, "b": 2.0}, {"w": 10.0, "b": 10.0}
@@ -131,7 +167,14 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None)
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
-    """As `map`; `fn` gets the dotted path of the leaf first.
+    """Apply a function to paths and corresponding leaves of trees; otherwise like `map`.
+
+    Args:
+        fn: Function of a dotted path, then one leaf per tree.
+        tree, *rest, is_leaf: As in `map`.
+
+    Returns:
+        A tree of the results, structured like `tree`.
 
     Example:
         >>> fs.tree.map_with_path(lambda path, x: 0 if path.endswith("bias") else x, {"w": 1, "bias": 2})
@@ -144,15 +187,18 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLe
 
 
 def flatten_up_to(spec: optree.PyTreeSpec, tree: Tree, labels: tuple[str, str] = _TWO_TREES) -> list[Any]:
-    """The subtree of `tree` at each leaf of `spec`.
+    """List the subtree of a tree at each leaf of a structure.
 
     Args:
-        spec: the structure.
-        tree: begins with it.
-        labels: what the structure and the tree are, such as `("params", "grads")`, for the error.
+        spec: Structure from `flatten`.
+        tree: Tree with that structure at its top.
+        labels: Names of the structure and the tree for errors, such as `("params", "grads")`.
+
+    Returns:
+        One subtree per leaf of `spec`.
 
     Raises:
-        TreeError: `tree` does not begin with the structure `spec`.
+        TreeError: The tree lacks a part of the structure.
 
     Example:
         >>> _, spec = fs.tree.flatten({"w": 0, "b": 0})
@@ -166,7 +212,7 @@ def flatten_up_to(spec: optree.PyTreeSpec, tree: Tree, labels: tuple[str, str] =
 
 
 def _mismatch(spec: optree.PyTreeSpec, other: optree.PyTreeSpec, labels: tuple[str, str]) -> TreeError:
-    """The error for two structures that differ; every path that only one of them has is listed."""
+    """Make the error of two structures, with every path that only one of them has."""
     ours = set(_paths_of(spec))
     theirs = set(_paths_of(other))
     rows = [f"{path}: only in {labels[0]}" for path in sorted(ours - theirs)]
@@ -183,15 +229,14 @@ def _check_function(name: str, fn: Any) -> None:
 
 
 def match(first: Tree, second: Tree, labels: tuple[str, str] = _TWO_TREES) -> None:
-    """Checks that two trees have the same paths.
+    """Check that two trees have the same paths.
 
     Args:
-        first: a tree.
-        second: another.
-        labels: what the two are, for the error.
+        first, second: Any trees.
+        labels: Their names in errors.
 
     Raises:
-        TreeError: they differ; every path that only one of them has is listed.
+        TreeError: They differ; the error lists every path that only one of them has.
 
     Example:
         >>> fs.tree.match({"w": 1, "b": 2}, {"w": 1}, labels=("params", "grads"))
@@ -207,15 +252,18 @@ def match(first: Tree, second: Tree, labels: tuple[str, str] = _TWO_TREES) -> No
 
 
 def prune(tree: Tree, like: Tree, labels: tuple[str, str] = ("tree", "like")) -> Tree:
-    """A tree with None wherever `like` has None: parameters without those that have no gradient.
+    """Replace leaves by None where a second tree has None, such as parameters without gradients.
 
     Args:
-        tree: any.
-        like: the same tree, with None here and there.
-        labels: what the two are, for the error.
+        tree: Any tree.
+        like: Tree of the same structure, with None instead of some leaves.
+        labels: Names of the two trees for errors.
+
+    Returns:
+        The pruned tree.
 
     Raises:
-        TreeError: `like` does not begin with the structure of the tree.
+        TreeError: `like` lacks a part of the tree.
 
     Example:
         >>> params, grads = {"w": 1.0, "frozen": 2.0}, {"w": 0.1, "frozen": None}
@@ -234,13 +282,13 @@ def register_node(
     *,
     fields: bool = False,
 ) -> None:
-    """Makes a class a node of our trees.
+    """Make a class a tree node.
 
     Args:
-        cls: the class of the new node.
-        flatten_node: from a node to (children, static data, names of the children).
-        unflatten_node: from (static data, children) to a node.
-        fields: the names are attributes.
+        cls: Class of the nodes.
+        flatten_node: Function of a node that returns its children, static data, and the names of the children.
+        unflatten_node: Function of static data and children that returns a node.
+        fields: Whether the names are attributes of the node.
 
     Example:
         >>> class Pair:
@@ -259,7 +307,13 @@ def register_node(
 
 
 def children(node: Tree) -> dict[str, Any] | None:
-    """Return the children of a node by the names that paths give them; None for a leaf.
+    """Return the children of a node by their names in paths.
+
+    Args:
+        node: Any tree.
+
+    Returns:
+        The children, or None for a leaf.
 
     Example:
         >>> fs.tree.children({"b": [1, 2], "a": 3}), fs.tree.children(3)
@@ -273,10 +327,17 @@ def children(node: Tree) -> dict[str, Any] | None:
 
 
 def at(tree: Tree, path: str) -> Any:
-    """The subtree at a dotted path.
+    """Return the subtree at a dotted path.
+
+    Args:
+        tree: Any tree.
+        path: Keys, field names and positions joined by dots; "" is the tree itself.
+
+    Returns:
+        The subtree.
 
     Raises:
-        TreeError: there is no such path.
+        TreeError: The tree doesn't have this path.
 
     Example:
         >>> params = {"blocks": [{"w": 1}, {"w": 2}], "head": 3}
@@ -284,7 +345,7 @@ def at(tree: Tree, path: str) -> Any:
         {'w': 2}
     """
     if not isinstance(path, str):
-        mend = 'Give keys, fields and positions joined by dots: "blocks.wq".'
+        mend = 'Pass keys, fields and positions joined by dots: "blocks.wq".'
         raise TreeError(report(f"fs.tree.at takes a tree, then a path, got {type(path).__name__}.", mend=mend))
     node = tree
     for part in path.split(".") if path else ():
@@ -303,7 +364,7 @@ def at(tree: Tree, path: str) -> Any:
 
 
 def _children_at(node: Tree, path: str) -> list[Any]:
-    """The subtree whose keys, in the words of `paths`, are a path; [] if there is none. A key may hold dots."""
+    """Find the subtree whose keys join to a path, where keys may contain dots; [] without one."""
     for key, child in (children(node) or {}).items():
         if path == key:
             return [child]
@@ -313,25 +374,24 @@ def _children_at(node: Tree, path: str) -> list[Any]:
 
 
 def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Any:
-    """The inner product of two sharded trees: each element of the whole leaves counts once. Collective.
+    """Compute the inner product of two sharded trees over their full leaves. Collective.
 
-    It can be used at rest, inside a loss function and inside `fs.shard_map`, and be differentiated in every way there:
-    `n * decay * fs.tree.vdot(params, params)`, added to the summed loss of n tokens, is an L2 penalty that is the same
-    under every strategy, and `vdot(g, v)` of a gradient g has the Hessian times v as its gradient.
+    It works on DTensors, inside loss functions and inside `fs.shard_map`, and under every kind of differentiation. For
+    example, `n * decay * fs.tree.vdot(params, params)`, added to the summed loss of n tokens, is an L2 penalty that is
+    equal under all strategies; the gradient of `vdot(g, v)`, for a gradient g, is a Hessian-vector product.
 
     Args:
-        a: tree of DTensors, `Local` nodes and plain tensors; the latter are the same on all ranks.
-        b: the same tree, in the same shardings.
-        shardings: where DTensors of pipeline stages and of `Fused` dims are, such as `layout.main`.
+        a, b: Trees of DTensors, `Local`s and plain tensors in the same shardings; plain tensors are equal on all ranks.
+        shardings: Shardings of DTensors on pipeline stages or with `Fused` dims, such as `layout.main`.
 
     Returns:
-        A 0-d tensor, the same on every rank: float64 if a leaf of `a` is, else float32.
+        A 0-d tensor, equal on all ranks: float64 if a leaf of `a` is, else float32.
 
     Raises:
-        LayoutError: a leaf is in another sharding in `b`, is unreduced, or lies on a slice of the mesh that the
-            shardings do not name; all such leaves are listed.
-        TransformError: inside a loss function of a pipeline, where a rank sees the leaves of its stage alone.
-        TreeError: the trees do not match.
+        LayoutError: A leaf has different shardings in `a` and `b`, is unreduced, or is on a slice of the mesh that
+            `shardings` doesn't name; all such leaves are listed.
+        TransformError: It is called in the loss function of a pipeline, where ranks have only the leaves of a stage.
+        TreeError: The trees don't match.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
@@ -346,11 +406,17 @@ _vdot: list[Callable[..., Any]] = []
 
 
 def define_vdot(fn: _Vdot) -> _Vdot:
-    """Makes a function the one behind `vdot`: products of sharded leaves need collectives, which need trees.
+    """Set the implementation of `vdot`, which needs collectives and so can't be imported here.
+
+    Args:
+        fn: Function with the signature of `vdot`.
+
+    Returns:
+        The function, so this is also a decorator.
 
     Example:
         >>> from fsharding.transforms.norms import vdot
-        >>> fs.tree.define_vdot(vdot) is vdot  # as a decorator, too
+        >>> fs.tree.define_vdot(vdot) is vdot
         True
     """
     _vdot[:] = [fn]

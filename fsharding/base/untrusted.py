@@ -1,7 +1,6 @@
-"""Files from untrusted sources: opened and parsed so that no file can hang, crash or fill this process.
+"""Open and parse files from untrusted sources: no file can hang, crash or fill this process.
 
-Guarantee: the outcome is a value within its limits, an `OSError` of the system, or a `ValueError` that says what is
-wrong.
+The result is a value within its limits, an `OSError`, or a `ValueError` that describes the file.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ __all__ = ["beside", "open_plain", "own_tree", "parse_json", "read_json", "read_
 StrPath: TypeAlias = str | os.PathLike[str]
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_DEPTH = 200
-"""Of JSON: what is built of it is walked by functions that call themselves, and Python allows a thousand such calls."""
+_DEPTH = 200  # of JSON: the values are walked recursively, and Python allows a thousand nested calls
 
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]|u([dD][89a-fA-F])|.)", re.DOTALL)
 _BRACKETS = b"[{]}"
@@ -32,28 +30,26 @@ _STEPS = np.array([1 if byte in b"[{" else -1 for byte in range(256)], np.int8)
 
 
 # --------------------------------------------------------------------------------------------------------------- files
-
-
 def open_plain(path: StrPath) -> BinaryIO:
-    """Opens a regular file for reading, unbuffered, without ever waiting; links are not followed."""
-    # Looked at first, because opening alone can have effects on some devices; and again once it cannot be replaced.
+    """Open a regular file for reading, unbuffered, without blocking and without following links."""
+    # Checked before opening, which has side effects on some devices, and after it, when the file can't be replaced.
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise ValueError("it is no plain file")
+        raise ValueError("it isn't a plain file")
     fd = os.open(path, _FLAGS)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise ValueError("it is no plain file")
+        raise ValueError("it isn't a plain file")
     return open(fd, "rb", buffering=0)
 
 
 def read_plain(path: StrPath, most: int) -> bytes:
-    """All bytes of a regular file; see `open_plain`."""
+    """Read all bytes of a regular file; see `open_plain`."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"it has {size:,} bytes; at most {most:,} are read")
         parts: list[bytes] = []
-        left = most + 1  # it may grow while it is read
+        left = most + 1  # the file may grow during the read
         while left and (part := file.read(min(left, 1 << 20))):
             parts.append(part)
             left -= len(part)
@@ -63,9 +59,8 @@ def read_plain(path: StrPath, most: int) -> bytes:
 
 
 def own_tree(folder: Path) -> Path:
-    """The directory that links inside a folder may lead to: the folder, or all of a model in the cache of the Hub."""
-    # That cache keeps files once, as `models--ORG--NAME/blobs/HASH`, and `models--ORG--NAME/snapshots/REVISION/FILE` is
-    # a link to one.
+    """Return the directory to which links in a folder may lead: the folder, or a model in the Hub's cache."""
+    # That cache stores a file as `models--ORG--NAME/blobs/HASH`; `models--ORG--NAME/snapshots/REVISION/FILE` is a link.
     for parent in folder.parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             return parent.parent
@@ -73,7 +68,7 @@ def own_tree(folder: Path) -> Path:
 
 
 def beside(folder: Path, name: str) -> Path:
-    """The real path of an entry of a directory, which may be a link inside `own_tree(folder)`."""
+    """Return the real path of an entry of a directory, which may be a link inside `own_tree(folder)`."""
     real = Path(os.path.realpath(folder / name, strict=True))
     tree = own_tree(folder)
     if not real.is_relative_to(tree):
@@ -82,17 +77,15 @@ def beside(folder: Path, name: str) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------------- JSON
-
-
 def read_json(path: StrPath, *, most: int, values: int = 1_000_000, finite: bool = True) -> Any:
-    """The value in a file of JSON; see `read_plain` and `parse_json`."""
+    """Read a JSON file; see `read_plain` and `parse_json`."""
     return parse_json(read_plain(path, most), values=values, finite=finite)
 
 
 def parse_json(data: bytes, *, values: int = 1_000_000, finite: bool = True, negative: bool = True) -> Any:
-    """The value of a JSON text in UTF-8, in which no object has a name twice."""
+    """Parse JSON in UTF-8; raise for repeated names, and for values outside of the limits."""
     text = data.decode("utf-8")
-    # A text that is short, with few brackets, needs no closer look, whatever of it is inside strings.
+    # A short text with few brackets is within the limits, whether or not they are in strings.
     small = negative and len(data) < values and data.count(b"[") + data.count(b"{") <= _DEPTH
     plain = b"" if small else _without_strings(data)
     if (result := _count(plain)) > values:
@@ -102,19 +95,19 @@ def parse_json(data: bytes, *, values: int = 1_000_000, finite: bool = True, neg
     if not negative and b"-" in plain:
         raise ValueError("it has a number with a minus sign")
     if b"\\u" in data and any(escape[1] for escape in _ESCAPE.finditer(data)):
-        raise ValueError("it has half of a surrogate pair, which is no character")
+        raise ValueError("it has half of a surrogate pair, which isn't a character")
     kinds: dict[str, Any] = {"parse_float": _finite, "parse_constant": _no_number} if finite else {}
     return json.loads(text, object_pairs_hook=_object, **kinds)
 
 
 def values_of(data: bytes) -> int:
-    """Count the values of a JSON text as `parse_json` does, without parsing it."""
+    """Count the values of a JSON text like `parse_json`, without parsing it."""
     return _count(_without_strings(data))
 
 
 def _without_strings(data: bytes) -> bytes:
-    """Remove all strings from a JSON text, but for their closing quotes."""
-    # Pairs of backslashes go first: what then stands before a quote escapes it. Outside of strings there are none.
+    """Remove all strings from a JSON text, except for their closing quotes."""
+    # Remove pairs of backslashes first: a remaining one before a quote escapes it. Outside of strings there are none.
     chars = np.frombuffer(data.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     inside = np.cumsum(chars == ord('"'), dtype=np.uint8) & 1
     return chars[inside == 0].tobytes()
@@ -126,7 +119,7 @@ def _count(plain: bytes) -> int:
 
 
 def _depth(plain: bytes) -> int:
-    """The most brackets that are open at once, in a text without strings."""
+    """Return the largest nesting depth of brackets in a text without strings."""
     brackets = np.frombuffer(plain.translate(None, _OTHERS), np.uint8)
     return int(np.cumsum(_STEPS[brackets], dtype=np.int32).max(initial=0))
 
@@ -148,7 +141,7 @@ def _finite(text: str) -> float:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} isn't a number in JSON")
 
 
 _short = functools.partial("{:.60}".format)

@@ -1,7 +1,4 @@
-"""The version of this package.
-
-Guarantee: no torch is imported here.
-"""
+"""The version of this package, without importing torch."""
 
 import functools
 from importlib import metadata
@@ -11,8 +8,8 @@ __all__ = ["own_version"]
 
 @functools.cache
 def own_version() -> str:
-    """The version that is installed; "unknown" where the package is not, as in a bare copy of its source."""
-    # It is looked up once: metadata remembers an empty list for a folder that could not be read at the moment.
+    """Return the installed version; "unknown" for a source tree that isn't installed."""
+    # Cached: `metadata` itself would remember an empty result of a directory that was unreadable for a moment.
     try:
         return metadata.version("fsharding")
     except metadata.PackageNotFoundError:

@@ -1,7 +1,4 @@
-"""Axes: the six axes `pp replica dp ep cp tp`, and meshes of them as pure values, without devices.
-
-Guarantee: a mesh has each of its ranks at exactly one coordinate.
-"""
+"""The six mesh axes `pp replica dp ep cp tp`, and meshes as pure values without devices."""
 
 from __future__ import annotations
 
@@ -18,23 +15,22 @@ __all__ = ["AXES", "DATA_AXES", "AbstractMesh", "make_shape", "parse_axes", "unk
 
 AXES = ("pp", "replica", "dp", "ep", "cp", "tp")  # every axis, in the default rank order, major first
 
+# The axes along which ranks see different tokens, in the order in which they shard a dim. `replica` is the minor one:
+# a shard over `(dp, replica)` is a part of the shard over `dp`.
 DATA_AXES = ("dp", "ep", "cp", "replica")
-"""The axes along which ranks see different tokens, in the order in which they cut a dim: `replica` is the minor one,
-so that a shard over `(dp, replica)` is a piece of the shard over `dp`."""
 
 
 @dataclass(frozen=True)
 class AbstractMesh:
-    """A mesh without devices: what planning needs, for any number of ranks, in no memory.
+    """A mesh without devices, to plan for any number of ranks.
 
     Attributes:
-        names: axes, major first.
-        sizes: their sizes.
-        ranks: the global rank at each position, row-major; empty means 0, 1, 2, ...
+        names: Axes, major first.
+        sizes: Size of each axis.
+        ranks: Global rank at each position, row-major; empty means 0, 1, 2, ...
 
     Raises:
-        MeshError: an axis that does not exist or stands twice, a size below 1, or not one size an axis and one rank a
-            position; all that is wrong is listed.
+        MeshError: An axis is unknown or repeated, a size is below 1, or the numbers of axes, sizes and ranks differ.
 
     Example:
         >>> mesh = fs.AbstractMesh(("dp", "tp"), (2, 4))
@@ -47,50 +43,51 @@ class AbstractMesh:
     ranks: tuple[int, ...] = ()
 
     def __new__(cls, *args: Any, **given: Any) -> AbstractMesh:
-        """Refuses the arguments of `make_mesh`; a copy is made without any."""
+        """Raise if called like `make_mesh`."""
+        # Copying and unpickling call it without arguments.
         odd = [f"{name}={size!r}" for name, size in given.items() if name not in {x.name for x in fields(cls)}]
         if odd or len(args) + len(given) == 1:
             axes = {name: size for name, size in given.items() if name in AXES} or {"dp": 8}
             text = ", ".join(odd) or ", ".join(map(repr, (*args, *given.values())))
             mend = f"Write fs.AbstractMesh({tuple(axes)!r}, {tuple(axes.values())!r})."
-            raise MeshError(report(f"fs.AbstractMesh takes names of axes, then sizes, got {text}.", mend=mend))
+            raise MeshError(report(f"fs.AbstractMesh takes axis names, then sizes, got {text}.", mend=mend))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if wrong := _faults(self.names, self.sizes, self.ranks):
             mend = 'Write fs.AbstractMesh(("dp", "tp"), (4, 2)): each axis once, each size at least 1.'
-            raise MeshError(report("fs.AbstractMesh cannot be made.", wrong, mend))
+            raise MeshError(report("fs.AbstractMesh got invalid axes.", wrong, mend))
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return math.prod(self.sizes)
 
     @property
     def members(self) -> Sequence[int]:
-        """The global rank at each position, row-major."""
+        """Global rank at each position, row-major."""
         return self.ranks or range(self.size)
 
     def axis_size(self, axis: str) -> int:
-        """The size of an axis; 1 for an axis that the mesh does not have."""
+        """Return the size of an axis; 1 for an axis that the mesh doesn't have."""
         return self.sizes[self.names.index(axis)] if axis in self.names else 1
 
     def coordinate(self, position: int) -> dict[str, int]:
-        """The coordinate along each axis of the rank at a row-major position."""
+        """Return the coordinate along each axis at a row-major position."""
         result: dict[str, int] = {}
         for name, size in reversed(tuple(zip(self.names, self.sizes, strict=True))):
             position, result[name] = divmod(position, size)
         return result
 
     def rank_at(self, coord: dict[str, int]) -> int:
-        """The global rank at a coordinate; axes left out count as 0."""
+        """Return the global rank at a coordinate; omitted axes count as 0."""
         position = 0
         for name, size in zip(self.names, self.sizes, strict=True):
             position = position * size + coord.get(name, 0)
         return self.members[position]
 
     def coordinates(self) -> Iterator[dict[str, int]]:
-        """The coordinates of all ranks, row-major."""
+        """Yield the coordinates of all ranks, row-major."""
         for values in product(*(range(size) for size in self.sizes)):
             yield dict(zip(self.names, values, strict=True))
 
@@ -99,9 +96,9 @@ class AbstractMesh:
 
 
 def _faults(names: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ...]) -> list[str]:
-    """Objections to the axes, sizes and ranks of a mesh."""
-    wrong = [f"{name!r} is no axis: they are {', '.join(AXES)}" for name in names if name not in AXES]
-    wrong += [f"{name!r} stands twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    """Describe what is wrong with the axes, sizes and ranks of a mesh."""
+    wrong = [f"{name!r} isn't an axis: they are {', '.join(AXES)}" for name in names if name not in AXES]
+    wrong += [f"{name!r} is repeated" for name in dict.fromkeys(names) if names.count(name) > 1]
     wrong += [f"{name}={size}: at least 1" for name, size in zip(names, sizes, strict=False) if size < 1]
     if len(names) != len(sizes):
         wrong.append(f"{len(names)} axes, but {len(sizes)} sizes")
@@ -110,27 +107,27 @@ def _faults(names: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ..
     return wrong
 
 
+_DEVICE = 'Pass device=, such as fs.make_mesh(dp=-1, device="cpu").'
+_SIZES = "Pass a size for each axis: fs.make_mesh(dp=2, tp=4)."
 _OPTIONS = {
-    "backend": 'Give device=: fs.make_mesh(dp=-1, device="cpu") takes gloo, and "cuda" NCCL.',
-    **dict.fromkeys(("device_type", "devices"), 'Give device=, such as fs.make_mesh(dp=-1, device="cpu").'),
-    **dict.fromkeys(
-        ("mesh_shape", "mesh_dim_names", "axis_names"), "Give a size for each axis: fs.make_mesh(dp=2, tp=4)."
-    ),
+    "backend": 'Pass device=: fs.make_mesh(dp=-1, device="cpu") uses gloo, and "cuda" NCCL.',
+    **dict.fromkeys(("device_type", "devices"), _DEVICE),
+    **dict.fromkeys(("mesh_shape", "mesh_dim_names", "axis_names"), _SIZES),
 }
-"""What `torch` and JAX call the options of a mesh, and what to give `make_mesh` instead."""
+"""What to pass to `make_mesh` instead of the options that torch and JAX have."""
 
 
 def unknown_axis(name: str) -> str:
-    """Words the complaint about an axis that does not exist."""
+    """Word the error about an unknown axis."""
     if name in _OPTIONS:
         return f"takes no {name}=. {_OPTIONS[name]}"
     close = sorted(difflib.get_close_matches(name, AXES, 3), key=lambda axis: not name.startswith(axis[:1]))
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"knows no axis {name!r}. Axes are {', '.join(AXES)}.{hint}"
+    return f"got an unknown axis {name!r}. Axes are {', '.join(AXES)}.{hint}"
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Sizes by axis from what a user writes: `replica=2,dp=-1`."""
+    """Parse axis sizes such as `replica=2,dp=-1`."""
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, equals, size = part.partition("=")
@@ -142,14 +139,14 @@ def parse_axes(text: str) -> dict[str, int]:
 
 
 def make_shape(axes: dict[str, int], *, world: int, order: Sequence[str] = AXES) -> AbstractMesh:
-    """Checks axis sizes against a number of ranks and fills in the -1."""
+    """Check axis sizes against the number of ranks, and compute the size of the axis that is -1."""
     for name in [*axes, *order]:
         if name not in AXES:
             raise MeshError(message(unknown_axis(name)))
     if sorted(order) != sorted(AXES):
         raise MeshError(message(f"needs an order of all six axes, got {order!r}.", mend=f"Use {AXES!r}."))
     if odd := [f"{axis}={size!r}" for axis, size in axes.items() if type(size) is not int]:
-        raise MeshError(message(f"got {', '.join(odd)}.", mend="A size is a whole number, such as dp=2."))
+        raise MeshError(message(f"got {', '.join(odd)}.", mend="A size is an integer, such as dp=2."))
     sizes = {axis: axes.get(axis, 1) for axis in order}
     asked = ", ".join(f"{axis}={size}" for axis, size in axes.items()) or "no axes"
     wrong = [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]
@@ -161,8 +158,8 @@ def make_shape(axes: dict[str, int], *, world: int, order: Sequence[str] = AXES)
     if free and world % fixed == 0:
         sizes[free[0]] = world // fixed
     if math.prod(sizes.values()) != world:
-        mend = "Use dp=-1 to let dp take what is left." if not free and world % (fixed // sizes["dp"]) == 0 else ""
+        mend = "Use dp=-1 for the remaining ranks." if not free and world % (fixed // sizes["dp"]) == 0 else ""
         mend = mend or f"Start {fixed} ranks, or choose sizes whose product divides {world}."
-        raise MeshError(message(f"got {asked}: {fixed} ranks, but there are {world}.", mend=mend))
+        raise MeshError(message(f"got {asked} (size {fixed}), but the world size is {world}.", mend=mend))
     kept = [axis for axis in order if sizes[axis] > 1] or ["dp"]
     return AbstractMesh(tuple(kept), tuple(sizes[axis] for axis in kept))

@@ -1,9 +1,6 @@
 # pyright: reportPrivateImportUsage=false
 # torch documents the stores of torch.distributed, and its stubs do not export them.
-"""Queries about process groups: the backend of each device type, and the store in which all ranks read and write.
-
-Guarantee: every rank of a group gets the same answer.
-"""
+"""Backends of process groups by device type, and the key-value store that all ranks share."""
 
 from __future__ import annotations
 
@@ -20,38 +17,38 @@ __all__ = [
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend of each device type, from a text such as "cpu:gloo,cuda:nccl"."""
+    """Return the backend of each device type; torch writes them as "cpu:gloo,cuda:nccl"."""
     parts = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in parts}
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend of a group for the tensors of a device type, such as gloo or nccl; "" if there is none."""
+    """Return the backend of a group for a device type, such as gloo or nccl; "" without one."""
     return _backends(group).get(device_type, "")
 
 
 def has_fake_backend(group: dist.ProcessGroup) -> bool:
-    """Whether some ranks of a group are torch's fake ones: only this one exists."""
+    """Return whether a group has torch's fake backend: only this rank exists."""
     return "fake" in _backends(group).values()
 
 
 def default_store() -> dist.Store | None:
-    """The store of the default process group, which all ranks can read and write; None without a group."""
+    """Return the store of the default process group, or None."""
     world = dist.group.WORLD
     return world.get_group_store() if isinstance(world, dist.ProcessGroup) else None
 
 
 def own_connection(store: Any) -> Any:
-    """The same store for another thread, which does not wait while this one waits for a key."""
+    """Return a second connection to a store: a thread that waits for a key blocks its connection."""
     return store.clone()
 
 
 def open_store(url: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """Open the store at one of torch's URLs without waiting for other ranks, but for the one that serves it."""
+    """Open the store at one of torch's URLs, waiting only for the rank that serves it."""
     if url != "env://" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(iter(dist.rendezvous(url, rank, size, timeout=timeout)))
     else:
-        # The rank that serves torch's own store waits for the others in its constructor, and cannot say for which.
+        # By default the serving rank waits for the others in the constructor, which can't report the missing ones.
         address = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(address, port, size, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
@@ -65,7 +62,7 @@ def prefixed(prefix: str, store: Any) -> Any:
 
 
 def is_served_by_rank(store: dist.Store | None) -> bool:
-    """Whether a store is in the memory of one of the ranks, so that it ends with that rank."""
+    """Return whether one of the ranks serves a store, which then ends with that rank."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore)

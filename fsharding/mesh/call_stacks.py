@@ -1,4 +1,4 @@
-"""Read a rank's Python stack: the user's line, the part of the work that it is in, and the call that it waits in."""
+"""Describe a rank by its Python stack: the user's line, the phase of the step, and the collective it waits in."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _REGIONS = (
     ("comm/redistribute", "reshard"),
     ("mesh/device_mesh", "making process groups"),
 )
-"""By file of the library; the innermost frame that has one says what its rank does."""
+"""Phases by file of the library; the innermost frame in one of these files decides."""
 
 
 class Call(NamedTuple):
     """A call of a collective."""
 
-    function: str  # "" for none
-    text: str  # the function, and the number of the step
+    function: str  # "" outside of a collective
+    text: str  # the function, with the number of the step
     site: str  # file and line of the caller
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A frame and the line that runs in it."""
+    """A frame and its current line."""
 
     frame: FrameType
     number: int
@@ -63,7 +63,7 @@ class Line(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _is_users(name: str) -> bool:
-    """Return whether a file is neither the library's, nor torch's, nor Python's own."""
+    """Return whether a file is neither the library's, nor torch's, nor Python's."""
     return not (name.startswith((LIBRARY, _TORCH)) or (name.startswith(_PYTHON) and "-packages" not in name))
 
 
@@ -78,10 +78,10 @@ def site_here() -> tuple[str, int] | None:
 
 
 def site(frame: FrameType | None) -> str:
-    """Return file and line of the first frame, outwards, that is a user's."""
+    """Return file and line of the first user frame, outwards."""
     users = (outer for outer in callers(frame) if _is_users(outer.f_code.co_filename))
     outer = next(users, None)
-    return "a line that is not known" if outer is None else _at(Line(outer, outer.f_lineno))
+    return "an unknown line" if outer is None else _at(Line(outer, outer.f_lineno))
 
 
 def _at(line: Line) -> str:
@@ -89,20 +89,20 @@ def _at(line: Line) -> str:
 
 
 def shown(file: str, number: int) -> str:
-    """Return a file, relative to the working directory if it is below that, and a line."""
+    """Format a file, relative to the working directory if it is inside, and a line."""
     path = Path(file)
-    with suppress(OSError, ValueError):  # gone, or elsewhere
+    with suppress(OSError, ValueError):  # the working directory is deleted, or the file is outside
         path = path.relative_to(Path.cwd())
     return f"{path}:{number}"
 
 
 def lines(frame: FrameType | None) -> list[Line]:
-    """Return the lines that run in a frame and in its callers."""
+    """Return the current lines of a frame and its callers."""
     return [Line(outer, outer.f_lineno) for outer in callers(frame)]
 
 
 def lines_of(error: BaseException) -> list[Line]:
-    """Return the lines from where an error was raised to where it is caught, and its callers', innermost first."""
+    """Return the lines from where an error was raised to where it is caught, then the callers', innermost first."""
     trace = error.__traceback__
     inside = list[Line]()
     while trace is not None:
@@ -112,7 +112,7 @@ def lines_of(error: BaseException) -> list[Line]:
 
 
 def _region(stack: Sequence[Line]) -> str:
-    """Return the part of the work that a rank is in, such as "backward, gradient reduction"; "" if it is not known."""
+    """Return the phase of a stack, such as "backward, gradient reduction"; "" if unknown."""
     names = [(_in_library(line.frame), line.frame.f_code.co_name) for line in stack]
     backward = any(name in ("backward", "_engine_run_backward") for _, name in names)
     forward = ("transforms/value_and_grad", "forward") in names
@@ -121,7 +121,7 @@ def _region(stack: Sequence[Line]) -> str:
 
 
 def _in_library(frame: FrameType) -> str:
-    """Return the file of a frame of the library, without its ending; "" for others."""
+    """Return the file of a frame, relative to the library and without its suffix; "" outside of the library."""
     name = frame.f_code.co_filename
     return name.removeprefix(LIBRARY).removesuffix(".py") if name.startswith(LIBRARY) else ""
 
@@ -131,7 +131,7 @@ def _fits(file: str, start: str) -> bool:
 
 
 def _collective(stack: Sequence[Line]) -> str:
-    """Return the collective that a stack is in: torch's own, or the outermost function of `ops` or `comm`; or ""."""
+    """Return the collective of a stack: torch's, or the outermost function of `ops` or `comm`; "" for none."""
     for line in reversed(stack):
         file = _in_library(line.frame)
         code = line.frame.f_code
@@ -143,26 +143,26 @@ def _collective(stack: Sequence[Line]) -> str:
 
 
 def _describe(stack: Sequence[Line]) -> list[str]:
-    """Return ten lines at most, the user's first, both kinds innermost first: "train.py:88 in main"."""
+    """Format at most ten lines as "train.py:88 in main": first the user's, then others, both innermost first."""
     users = [line for line in stack if _is_users(line.frame.f_code.co_filename)][:_USERS]
     others = [line for line in stack if not _is_users(line.frame.f_code.co_filename)][: _ALL - len(users)]
     return [printable(f"{_at(line)} in {line.frame.f_code.co_qualname}", 200) for line in (*users, *others)]
 
 
 def doing(stack: Sequence[Line], what: str) -> dict[str, Any]:
-    """Describe a rank by its stack: the part of the work, the collective that it is in, and the lines."""
+    """Describe a stack: its phase, its collective, and its lines."""
     region = ", ".join(filter(None, [_region(stack), what]))
     return {"region": region, "collective": _collective(stack), "stack": _describe(stack)}
 
 
 def innermost(frame: FrameType | None) -> str:
-    """Return the file, line and function of a frame."""
+    """Format the file, line and function of a frame."""
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def loose_call(frame: FrameType | None, thread: int, *, waits: bool) -> Call:
-    """Return the call of the library, or of torch, that a thread is in without a `naming_lost`."""
-    # A stack that is not known to wait in the library can be seen in a collective of torch alone.
+    """Return the call of the library, or of torch, of a thread that is in no `naming_lost`."""
+    # If the thread doesn't wait in an `among` block, only a collective of torch is recognizable.
     inside: list[FrameType] = []
     for outer in callers(frame):
         if _is_users(outer.f_code.co_filename):
@@ -173,7 +173,7 @@ def loose_call(frame: FrameType | None, thread: int, *, waits: bool) -> Call:
     if waits:
         backward = any(code.co_name == "backward" for code in codes)
         inner = "a backward pass" if backward else codes[0].co_qualname.replace("<locals>.", "") if codes else ""
-        # A public call has one such frame; the outermost that a user's frame has called is meant.
+        # Each public call has one frame in these files: their number selects the outermost call below user code.
         depth = sum(_in_library(f) in ("base/public", "base/calls") for f in inside)
         function = call_of(thread, depth) or inner
     else:

@@ -1,6 +1,6 @@
-"""Agreement: whether all ranks were given the same configuration; asked once, before anything else is sent.
+"""Compare the configuration of all ranks, before a difference could hang them or mix up bytes.
 
-Guarantee: ranks that disagree all raise the same text, and none of them has started what would hang or mix up bytes.
+Ranks that differ all raise the same error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["checksum", "compare", "differences", "digest", "facts_of", "gather_n
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _LONG = 1000
 _LOADS = ("LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST")
-"""Instructions that end by loading a variable; by others, code may write it."""
+"""Instructions that load a variable last; others may also write it."""
 _Step: TypeAlias = tuple[str, Any]
 _ATTRIBUTE, _KEY = "attribute", "key"
 
@@ -43,7 +43,7 @@ def compare(
     device: str,
     ask: Callable[[int], list[int]] | None = None,
 ) -> dict[int, dict[str, str]]:
-    """The facts of all ranks of a group by rank, where they differ; nothing where all have the same. Collective."""
+    """Return the facts of all ranks of a group if any differ, else nothing. Collective."""
     if group is None:
         return {}
     own = digest(facts)
@@ -57,11 +57,11 @@ def compare(
 
 
 def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -> list[int]:
-    """The numbers of all ranks of a group, in its order. Collective."""
-    # They go by the host where the group has a backend for it: numbers on a device would wait for what it computes.
+    """All-gather an int64 of each rank of a group, in the group's order. Collective."""
+    # On the host if the group has a backend for it: on a device, the numbers would wait for its kernels.
     where = "cpu" if backend_of(group, "cpu") else device
     term = torch.full((1,), own, dtype=torch.int64, device=where)
-    result = term.expand(size).contiguous()  # of its own, where the other ranks are not there
+    result = term.expand(size).contiguous()  # fake ranks leave this rank's number in place of theirs
     meet_first(group, where, _compat.group_timeout(group))
     with among(dist.get_process_group_ranks(group)):
         _compat.all_gather_single(result, term, group=group)
@@ -69,20 +69,20 @@ def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -
 
 
 def refuse_differences(facts: Mapping[int, Mapping[str, str]]) -> None:
-    """Refuses ranks whose facts differ."""
+    """Raise if the facts of ranks differ."""
     if rows := differences(facts):
         rule = "is set up differently on different ranks."
         raise ConfigError(message(rule, rows, "Start every rank with the same program and arguments."))
 
 
 def digest(value: Any) -> int:
-    """63 bits of a hash of what JSON can say, or of how it prints otherwise: the same on every machine."""
+    """Hash the JSON of a value, with `repr` of other objects, to 63 bits: the same on every machine."""
     text = json.dumps(value, sort_keys=True, default=repr)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def checksum(*rows: torch.Tensor) -> int:
-    """63 bits of the sha256 of the bytes of a tensor, or of the rows of one: the same on every machine."""
+    """Hash the bytes of tensors to 63 bits: the same on every machine, and however rows are grouped."""
     result = hashlib.sha256()
     for x in rows:
         result.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -90,7 +90,7 @@ def checksum(*rows: torch.Tensor) -> int:
 
 
 def differences(facts: Mapping[int, Mapping[str, str]], *, each: bool = False) -> list[str]:
-    """One row for each fact that differs, the rarest value first."""
+    """Word each fact that differs, the rarest value first."""
     result: dict[tuple[str, str], str] = {}
     for name in dict.fromkeys(name for own in facts.values() for name in own):
         having = by_value({rank: own.get(name, "nothing") for rank, own in facts.items()})
@@ -106,25 +106,25 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 # ------------------------------------------------------------------------------------------------------ values in words
 def facts_of(name: str, value: Any) -> dict[str, str]:
-    """Describes the parts of a value as facts: `{"optimizer.b1": "0.9", ...}`."""
-    # Numbers, text and dtypes are told as they are; containers and dataclasses entry by entry, very long ones by their
-    # length; a function by its name and by what it closes over, which is where an optimizer or a model has its
-    # settings; anything else by its type alone, since a device, a file or a generator may well differ between ranks. Of
-    # a dataclass, mapping or sequence that a function closes over, has as a default, or gets from a partial, only the
-    # entries that its code reads are told, if it reads nothing else of it.
+    """Describe the parts of a value as facts: `{"optimizer.b1": "0.9", ...}`."""
+    # Numbers, strings and dtypes by value. Containers and dataclasses entry by entry, very long ones by length. A
+    # function by its name, defaults and closure, which hold the settings of optimizers and models. Other objects by
+    # type only: a device, a file or a generator may differ between ranks. If a function's code reads only some entries
+    # of a dataclass, mapping or sequence in its closure, defaults or partial arguments, only these count: a config may
+    # also have fields, such as an output directory, that differ.
     result: dict[str, str] = {}
-    _tell(result, name, value, ())
+    _describe(result, name, value, ())
     return result
 
 
-def _tell(facts: dict[str, str], name: str, value: Any, above: tuple[int, ...]) -> None:
+def _describe(facts: dict[str, str], name: str, value: Any, above: tuple[int, ...]) -> None:
     if isinstance(value, _PLAIN):
         facts[name] = repr(value)
         return
     facts[name] = _head(value)
     if id(value) not in above:
         for part, inner in _parts(value):
-            _tell(facts, f"{name}.{part}", inner, (*above, id(value)))
+            _describe(facts, f"{name}.{part}", inner, (*above, id(value)))
 
 
 def _head(value: Any) -> str:
@@ -135,26 +135,23 @@ def _head(value: Any) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The named parts of a value."""
+    """Yield the named parts of a value."""
     if isinstance(value, functools.partial):
-        whole = cast("functools.partial[Any]", value)
-        yield "func", whole.func
-        yield from _bound(whole)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        partial = cast("functools.partial[Any]", value)
+        yield "func", partial.func
+        yield from _bound(partial)
     elif isinstance(value, tuple | list | Mapping) and len(cast("Sequence[Any]", value)) > _LONG:
         return
-    elif isinstance(value, tuple | list):
-        entries = cast("Sequence[Any]", value)
-        yield from zip(getattr(entries, "_fields", map(str, range(len(entries)))), entries, strict=True)
-    elif isinstance(value, Mapping):
-        yield from ((str(key), x) for key, x in cast("Mapping[Any, Any]", value).items())
+    elif entries := _entries(value):
+        # A NamedTuple has each entry twice, by field and by position.
+        kinds = (_ATTRIBUTE,) if hasattr(value, "_fields") else (_ATTRIBUTE, _KEY)
+        yield from ((str(key), x) for (kind, key), x in entries.items() if kind in kinds)
     elif callable(value):
         yield from _closed_over(value)
 
 
 def _bound(fn: functools.partial[Any]) -> Iterator[tuple[str, Any]]:
-    """The arguments that a partial gives, as its function reads them."""
+    """Yield the arguments of a partial, as far as its function reads them."""
     code = getattr(inspect.unwrap(fn.func), "__code__", None)
     try:
         given = inspect.signature(fn.func).bind_partial(*fn.args, **fn.keywords).arguments
@@ -166,7 +163,7 @@ def _bound(fn: functools.partial[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _closed_over(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Defaults of a function's arguments, and what it closes over, as it reads them; a cell may still be empty."""
+    """Yield the defaults and closure of a function, as far as it reads them."""
     fn = inspect.unwrap(fn)
     code = getattr(fn, "__code__", None)
     if not isinstance(code, CodeType):
@@ -178,12 +175,12 @@ def _closed_over(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(code.co_freevars, getattr(fn, "__closure__", None) or (), strict=True):
         try:
             yield from _as_read(name, cell.cell_contents, code)
-        except ValueError:
+        except ValueError:  # an empty cell, of a variable that isn't assigned yet
             yield name, None
 
 
 def _as_read(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Any]]:
-    """What code reads of the value of a variable: entries of dataclasses, mappings and sequences, or all of it."""
+    """Yield what code reads of a variable: some entries of a dataclass, mapping or sequence, or the value itself."""
     for path in dict.fromkeys(_paths_read(name, code)) if _entries(value) else ((),):
         part, at = name, value
         for step in path:
@@ -195,7 +192,7 @@ def _as_read(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Any]]
 
 
 def _entries(value: Any) -> dict[_Step, Any]:
-    """The entries of a value by the step that reads one."""
+    """Return the entries of a value, by the step (attribute or key) that reads one."""
     if isinstance(value, Mapping):
         return {(_KEY, key): x for key, x in cast("Mapping[Any, Any]", value).items()}
     result: dict[_Step, Any] = {}
@@ -209,9 +206,9 @@ def _entries(value: Any) -> dict[_Step, Any]:
 
 
 def _paths_read(name: str, code: CodeType) -> Iterator[tuple[_Step, ...]]:
-    """Chains of attributes and constant keys that code reads of a variable; the empty one where it uses the value."""
+    """Yield the chains of attributes and constant keys that code reads of a variable; () for the value itself."""
     steps = [*dis.get_instructions(code)]
-    # Only DEREF reads a variable that is shared with an inner function; other loads hand its cell on.
+    # Only DEREF instructions read a variable shared with an inner function; other loads pass its cell on.
     access = "DEREF" if name in (*code.co_freevars, *code.co_cellvars) else "FAST"
     for i, step in enumerate(steps):
         variables = step.argval if isinstance(step.argval, tuple) else (step.argval,)
@@ -225,7 +222,7 @@ def _paths_read(name: str, code: CodeType) -> Iterator[tuple[_Step, ...]]:
 
 
 def _chain(steps: Sequence[dis.Instruction]) -> Iterator[_Step]:
-    """The attributes and constant keys that instructions read one of the other, first to last."""
+    """Yield the attributes and constant keys of a chain such as `x.a["b"]`, first to last."""
     at = 0
     while at + 1 < len(steps):
         step, use = steps[at : at + 2]

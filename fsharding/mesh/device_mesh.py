@@ -1,7 +1,4 @@
-"""Meshes with devices: torch `DeviceMesh`es over the six axes, the groups of their ranks, and which mesh is current.
-
-Guarantee: the ranks of `axis_group(mesh, axes)` stand in the order of `axes`, major first, on every rank.
-"""
+"""Meshes with devices: torch `DeviceMesh`es over the six axes, their process groups, and the current mesh."""
 
 from __future__ import annotations
 
@@ -47,11 +44,11 @@ Mesh: TypeAlias = DeviceMesh | AbstractMesh
 _log = logging.getLogger("fsharding")
 
 TransportName: TypeAlias = Literal["auto", "native", "pairwise", "shared_memory"]
-"""The names that type checkers know; others can be registered."""
+"""The built-in transports; more can be registered."""
 
 
 class AxisSizes(TypedDict, total=False):
-    """The sizes that `make_mesh` takes, by axis, for type checkers; one that is left out is 1."""
+    """The axis sizes of `make_mesh`, for type checkers."""
 
     pp: int
     replica: int
@@ -62,7 +59,7 @@ class AxisSizes(TypedDict, total=False):
 
 
 def abstract(mesh: Mesh) -> AbstractMesh:
-    """The shape of a mesh as a pure value; an `AbstractMesh` is its own."""
+    """Return the shape of a mesh as an `AbstractMesh`."""
     return mesh if isinstance(mesh, AbstractMesh) else _abstract(mesh)
 
 
@@ -70,8 +67,7 @@ def abstract(mesh: Mesh) -> AbstractMesh:
 def _abstract(mesh: DeviceMesh) -> AbstractMesh:
     names = mesh.mesh_dim_names
     if names is None:
-        text = message("needs a mesh with named axes.", mend=f"Name its dims with {', '.join(AXES)}.")
-        raise MeshError(text)
+        raise MeshError(message("needs a mesh with named axes.", mend=f"Name its dims with {', '.join(AXES)}."))
     for name in names:
         if name not in AXES:
             raise MeshError(message(unknown_axis(name)))
@@ -91,31 +87,35 @@ def make_mesh(
     communicators: Literal[1, 2] | None = None,
     **axes: Unpack[AxisSizes],
 ) -> DeviceMesh:
-    """Makes a torch `DeviceMesh`; axes that are not named have size 1, `dp=-1` takes what is left. Collective.
+    """Make a torch `DeviceMesh`. Axes that aren't named have size 1; size -1 gets the remaining ranks. Collective.
 
-    Starts the default process group if a launcher's environment (`RANK`, `WORLD_SIZE`) is there and none runs yet.
-    On one process without a launcher the mesh has one rank and no process group at all.
+    If a launcher has set `RANK` and `WORLD_SIZE`, this starts the default process group, unless it exists. A single
+    process without a launcher gets a mesh of one rank and no process group.
 
     Args:
-        *unnamed: refused; every size has the name of its axis.
-        order: all six axes, major first: which ranks are neighbors.
-        device: "cpu", or a type of accelerator that torch knows, such as "cuda"; by default the one that is here, else
-            "cpu". Of several that a process sees it uses the one of its `LOCAL_RANK` or `SLURM_LOCALID`.
-        timeout: how long collectives of this mesh wait for their peers; if ranks differ, the longest counts.
-        ranks: the ranks of the mesh, row-major; by default all of them. Every rank makes the mesh, also those that
-            are not in it: they hold nothing of what lives on it, and meet it in `reshard` only.
-        transport: how tensors are sent, always with the same bits: "native", the collectives of NCCL or of gloo;
-            "pairwise", sends and receives of gloo; "shared_memory", for gloo on one machine; or a registered one.
-            "auto" takes the fastest that all ranks of a group can use; `FSHARDING_SHARED_MEMORY=0` excludes the third.
-        communicators: process groups of each set of ranks. With 2, gathers do not wait for reductions of gradients; by
-            default 2 for NCCL, 1 otherwise.
-        **axes: sizes of `pp`, `replica`, `dp`, `ep`, `cp`, `tp`.
+        *unnamed: Not allowed: sizes are passed by axis name.
+        order: All six axes, major first: ranks along the last one are neighbors.
+        device: Device type, such as "cpu" or "cuda". Default: the machine's accelerator, or "cpu". If a process sees
+            several devices, it uses the one with the index `LOCAL_RANK` or `SLURM_LOCALID`.
+        timeout: Timeout of the mesh's collectives; if ranks pass different ones, the longest.
+        ranks: Global ranks of the mesh, row-major. Default: all. Every rank makes the mesh, also one outside of it,
+            which stores nothing on it and uses it only in `reshard`.
+        transport: Communication backend, which never affects values: "native" (the collectives of NCCL or gloo),
+            "pairwise" (sends and receives of gloo), "shared_memory" (gloo on one machine) or a registered one. "auto"
+            selects the fastest that all ranks of a group support; `FSHARDING_SHARED_MEMORY=0` excludes shared memory.
+        communicators: Process groups per set of ranks: with 2 (the default on accelerators; 1 for gloo), all-gathers
+            don't wait for gradient reductions.
+        **axes: Sizes of `pp`, `replica`, `dp`, `ep`, `cp` and `tp`.
+
+    Returns:
+        The mesh, with all axes of more than one rank, or `dp` alone.
 
     Raises:
-        MeshError: unknown axis, a rank that does not exist or stands twice, sizes that do not fit the ranks, or no GPU.
-        ArgumentError: a size without its axis, an unknown device, transport or number of communicators, no timedelta.
-        ConfigError: not all ranks make the same mesh; the text says who makes which.
-        RankError: not all ranks call it before the timeout, or one is gone; the text says which ranks are where.
+        MeshError: An axis is unknown, a rank doesn't exist or is repeated, sizes don't match the world size, or the
+            machine has no such device.
+        ArgumentError: A size isn't named, or `device`, `transport`, `communicators` or `timeout` is invalid.
+        ConfigError: Ranks make different meshes; the error lists them.
+        RankError: A rank doesn't call it before the timeout, or has exited; the error shows where each rank is.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")  # under torchrun: fs.make_mesh(dp=-1, tp=2)
@@ -128,15 +128,15 @@ def make_mesh(
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     members = list(range(world)) if ranks is None else list(ranks)
     if sorted({*members} & {*range(world)}) != sorted(members):
-        text = f"got ranks={tuple(members)}, but the ranks are 0 to {world - 1}, each at most once."
-        raise MeshError(message(text))
+        mend = f"Pass ranks between 0 and {world - 1}, each at most once."
+        raise MeshError(message(f"got ranks={tuple(members)}, but the world size is {world}.", mend=mend))
     shape = make_shape(cast("dict[str, int]", axes), world=len(members), order=order)
     if index is not None:
-        devices.set_device(index)
+        torch.accelerator.set_device_index(index)
     if not dist.is_initialized():
         if "RANK" not in os.environ and world > 1:
             mend = "Start the program with torchrun, or unset WORLD_SIZE for one process."
-            raise ConfigError(message(f"finds WORLD_SIZE={world}, but no RANK.", mend=mend))
+            raise ConfigError(message(f"finds WORLD_SIZE={world}, but RANK is not set.", mend=mend))
         if "RANK" not in os.environ:
             grid = torch.zeros(shape.sizes, dtype=torch.int64)
             return _compat.meshless_device_mesh(device, shape.names, grid, 0)
@@ -145,7 +145,7 @@ def make_mesh(
     _compat.enclose_full_tensor(_full_tensor_of)
     set_meeting(timeout)
     with naming_lost("fs.make_mesh", range(world)):
-        # Groups are kept by timeout: ranks with another one would find, or make, other groups.
+        # Groups are cached by timeout: with different timeouts, ranks would find, or make, different groups.
         timeout = timedelta(microseconds=max(meet(timeout // timedelta(microseconds=1))))
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
         facts |= {"transport": transport, "communicators": str(communicators)}
@@ -153,7 +153,7 @@ def make_mesh(
         with _compat.with_values():
             mesh = _made(device, torch.tensor(members).reshape(shape.sizes), shape, facts, timeout, count)
         kept_by(mesh)["transport"] = transport
-    # A weak reference, since the mesh keeps the function.
+    # A weak reference, because the mesh keeps the function alive.
     _compat.describe_mesh(mesh, functools.partial(_transports_of, weakref.ref(mesh)))
     set_meeting(timeout, mesh)
     return mesh
@@ -161,7 +161,7 @@ def make_mesh(
 
 @contextmanager
 def _full_tensor_of(x: DTensor) -> Generator[None]:
-    """Have `DTensor.full_tensor` raise a `RankError` if it fails on a mesh of `make_mesh`, or on a part of one."""
+    """Make `DTensor.full_tensor` raise a `RankError` if it fails on a mesh of `make_mesh`, or on a part of one."""
     mesh = x.device_mesh
     timeout = _made_with(mesh, "timeout", None)
     if timeout is None:
@@ -175,9 +175,9 @@ def _full_tensor_of(x: DTensor) -> Generator[None]:
 
 
 def communicators_for(backend: str) -> int:
-    """Default number of communicators of a set of ranks."""
-    # A communicator of a device, such as one of NCCL, runs its collectives one after the other, whatever stream they
-    # come from. gloo has threads for several at once, and on a CPU another group is more connections and no more speed.
+    """Return the default number of communicators of a set of ranks."""
+    # An NCCL communicator runs its collectives one after the other, on whatever streams they are launched. gloo runs
+    # several at once, so a second group would only add connections.
     return 1 if backend in ("gloo", "fake", "") else 2
 
 
@@ -194,16 +194,16 @@ def _check_arguments(unnamed: Sequence[Any], transport: Any, communicators: Any,
         raise refuse("sizes by axis", unnamed[0], mend)
     transports = "auto", "native", *names_of("transport")
     if transport not in transports:
-        mend = f"Give one of {', '.join(sorted(transports))}."
+        mend = f"Pass one of {', '.join(sorted(transports))}."
         raise refuse("transport= by name", transport, mend)
     if communicators not in (None, 1, 2) or isinstance(communicators, bool):
-        mend = "Give 1, or 2 for gathers and reductions apart; None for what the backend wants."
+        mend = "Pass 1, 2 for separate all-gathers and reductions, or None for the backend's default."
         raise refuse("communicators= as 1 or 2", communicators, mend)
     check_timeout(timeout)
 
 
 def _device_type(device: Any) -> str:
-    """The type of device of a mesh, by default the accelerator that is here."""
+    """Return the device type of a mesh, by default the machine's accelerator."""
     if device is None:
         return devices.accelerator()
     try:
@@ -212,21 +212,21 @@ def _device_type(device: Any) -> str:
         known = False
     if not known or device == "meta":
         here = devices.accelerator()
-        mend = 'Give "cpu".' if here == "cpu" else f'Give "{here}", the accelerator that is here, or "cpu".'
-        raise refuse("device= as a type of device that torch knows", device, mend)
+        mend = 'Pass "cpu".' if here == "cpu" else f'Pass "{here}", the accelerator of this machine, or "cpu".'
+        raise refuse('device= as a device type of torch, such as "cpu" or "cuda"', device, mend)
     return device
 
 
 def _own_index(device: str, ranks: int) -> int:
-    """The index of this process's accelerator among those that it sees."""
-    # Slurm and Kubernetes may show each process one alone, whose index is 0 whatever number the process has; torchrun
-    # shows all of them to all. Without a number of a launcher the one that the program has chosen stays.
+    """Return the index of this process's accelerator among those that it sees."""
+    # Slurm and Kubernetes may show each process a single device, whose index is 0 whatever its local rank; torchrun
+    # shows all devices to every process. Without a local rank, the program's current device stays.
     if not devices.is_here(device):
         here = devices.accelerator()
-        rule = f'finds no accelerator for device="{device}"; here is {"none" if here == "cpu" else here}.'
-        mend = 'Make the mesh on the CPU, fs.make_mesh(device="cpu"), or look at the driver and at what hides devices.'
+        rule = f'finds no accelerator for device="{device}"; this machine has {"none" if here == "cpu" else here}.'
+        mend = 'Use the CPU, fs.make_mesh(device="cpu"), or check the driver and CUDA_VISIBLE_DEVICES.'
         if dist.group.WORLD is not None and has_fake_backend(dist.group.WORLD):
-            mend += ' There, Precision(sums="native") sends what an accelerator sends.'
+            mend += ' On the CPU, Precision(sums="native") sends what an accelerator would send.'
         raise MeshError(message(rule, mend=mend))
     if missing := devices.missing_parts(device, ranks):
         rule = f'cannot use device="{device}", which lacks what a mesh needs.'
@@ -238,16 +238,16 @@ def _own_index(device: str, ranks: int) -> int:
     if name is None:
         return torch.accelerator.current_device_index()
     if int(os.environ[name]) >= visible:
-        rule = f"finds {visible} devices, none of which is left for {name}={os.environ[name]}."
-        mend = f"Start {visible} processes on this machine, or show each process one device."
+        rule = f"finds {visible} devices, but {name}={os.environ[name]}."
+        mend = f"Start {visible} processes on this machine, or make one device visible to each process."
         raise MeshError(message(rule, mend=mend))
     return int(os.environ[name])
 
 
 def _start(device: str, timeout: timedelta) -> None:
-    """The default process group, from a launcher's environment."""
-    # Beside the backend of an accelerator there is gloo for tensors of the host, such as digests and flags: they wait
-    # for no kernel.
+    """Start the default process group from a launcher's environment."""
+    # gloo sends tensors of the host, such as digests and flags, also in a mesh of accelerators: they don't wait for
+    # kernels.
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{devices.backend_for(device)}"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if (
@@ -255,27 +255,26 @@ def _start(device: str, timeout: timedelta) -> None:
         and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         and os.environ["RANK"] == "0"
     ):
-        rule = "meets the ranks of several machines in the store of torchrun, which cannot start them again."
-        mend = f"For --max-restarts start torchrun with {FRESH_STORE}=1 on every machine."
-        _log.warning(message(rule, mend=mend))
+        rule = "uses the store of torchrun for ranks of several machines, so torchrun cannot restart them."
+        _log.warning(message(rule, mend=f"For --max-restarts, start torchrun with {FRESH_STORE}=1 on every machine."))
     try:
         dist.init_process_group(backend, timeout=timeout, **meet_all(timeout))
     except dist.DistError as error:
         rule = f"on rank {os.environ['RANK']} has not met all of {os.environ.get('WORLD_SIZE')} ranks."
-        mend = "Every rank has to call it; look at what the others said last."
+        mend = "Call it on every rank, and look at the logs of the others."
         raise RankError(message(rule, [str(error).strip().partition("\n")[0]], mend)) from error
 
 
 def _made(
     device: str, grid: torch.Tensor, shape: AbstractMesh, facts: dict[str, str], timeout: timedelta, communicators: int
 ) -> DeviceMesh:
-    """The mesh with its groups, where all ranks make the same."""
+    """Make the mesh and its process groups; raise if ranks make different meshes."""
     uses = ("", _REDUCTIONS)[:communicators]
     world = dist.get_world_size()
     if world > 1:
         refuse_differences(compare(facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet))
-    # All ranks take part in making groups. Those outside are here now and perhaps never again; those of another stage
-    # of a pipeline gather over other axes, or in another order.
+    # All ranks take part in making a group, so groups over several axes are made now if later not all ranks would ask
+    # for them: ranks outside of the mesh may never use it, and pipeline stages gather over different axes.
     several = shape.names if grid.numel() < world else data_axes(shape) if shape.axis_size("pp") > 1 else ()
     early = [frozenset(axes) for count in range(2, len(several) + 1) for axes in combinations(several, count)]
     large = [axis for axis in several if shape.axis_size(axis) > 1 and communicators > 1]
@@ -305,11 +304,11 @@ _REDUCTIONS = "reductions"  # the use of a second communicator
 
 
 def _made_with(mesh: Mesh, name: str, default: Any) -> Any:
-    """Return what `make_mesh` noted of a mesh, of a slice or view the full mesh's; of another mesh the default."""
+    """Return an option of the `make_mesh` call behind a mesh, a slice or a view; else the default."""
     if not isinstance(mesh, DeviceMesh):
         return default
-    whole = kept_by(mesh).get("whole")
-    return kept_by(mesh).get(name, default) if whole is None else _made_with(whole, name, default)
+    full = kept_by(mesh).get("full")
+    return kept_by(mesh).get(name, default) if full is None else _made_with(full, name, default)
 
 
 def _timeout(mesh: DeviceMesh) -> timedelta:
@@ -317,7 +316,7 @@ def _timeout(mesh: DeviceMesh) -> timedelta:
 
 
 def _transports_of(reference: weakref.ref[DeviceMesh]) -> str:
-    """The transport of each axis, and why, for `print(mesh)`."""
+    """Describe the transport of each axis, for `print(mesh)`."""
     mesh = reference()
     assert mesh is not None
     if not is_member(mesh):
@@ -327,7 +326,7 @@ def _transports_of(reference: weakref.ref[DeviceMesh]) -> str:
         if size > 1:
             choice = axis_group(mesh, (axis,)).transports.get(mesh.device_type)
             rows.append(f"{axis} by {choice or f'{_transport(mesh)}, chosen at the first collective'}")
-    apart = ["reductions by communicators of their own"] if rows and _made_with(mesh, "communicators", 1) > 1 else []
+    apart = ["reductions by separate communicators"] if rows and _made_with(mesh, "communicators", 1) > 1 else []
     return "; ".join(rows + apart) or "one rank"
 
 
@@ -336,14 +335,20 @@ def _transport(mesh: Mesh) -> str:
 
 
 def of_same_groups(part: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
-    """A slice of a mesh, or a view: it uses the groups of the whole mesh, which all ranks make."""
-    kept_by(part)["whole"] = mesh
+    """Have a slice or view of a mesh use the process groups of the full mesh, which all ranks make."""
+    kept_by(part)["full"] = mesh
     return part
 
 
 @public
 def is_member(mesh: Mesh) -> bool:
-    """Whether this process is one of the mesh's ranks.
+    """Return whether this process is one of the mesh's ranks.
+
+    Args:
+        mesh: A mesh from `make_mesh`; an `AbstractMesh` has every rank.
+
+    Returns:
+        True if it is.
 
     Example:
         >>> fs.is_member(fs.make_mesh(dp=-1, device="cpu"))
@@ -354,9 +359,10 @@ def is_member(mesh: Mesh) -> bool:
 
 @public
 def is_rank0() -> bool:
-    """Whether this process is rank 0 of all: the one that prints and writes what is the same on every rank.
+    """Return whether this process is global rank 0.
 
-    Before a process group exists, it is told from what a launcher such as torchrun has set.
+    Returns:
+        True on rank 0. Before a process group exists, the launcher's `RANK` decides.
 
     Example:
         >>> fs.is_rank0()  # on rank 0
@@ -367,14 +373,11 @@ def is_rank0() -> bool:
 
 @public
 def print0(*values: Any, **options: Any) -> None:
-    """`print` on rank 0; nothing on the others.
-
-    Values are computed on every rank all the same, so those that need all ranks, such as `fs.unshard(x)`, may be
-    printed.
+    """Print on rank 0 only.
 
     Args:
-        values: as for `print`.
-        options: as for `print`.
+        *values: Values to print. Every rank computes them, so `fs.print0(fs.unshard(x))` is safe.
+        **options: Options of `print`.
 
     Example:
         >>> fs.print0("loss", 0.5, sep="=")  # on rank 0
@@ -385,28 +388,34 @@ def print0(*values: Any, **options: Any) -> None:
 
 
 def coordinate(mesh: Mesh) -> dict[str, int]:
-    """This process's coordinate along each axis; all zeros on an `AbstractMesh`."""
+    """Return this process's coordinate along each axis; zeros on an `AbstractMesh`."""
     shape = abstract(mesh)
     coord = [0] * len(shape.names) if isinstance(mesh, AbstractMesh) else mesh.get_coordinate()
     if coord is None:
-        mend = "Guard what only its ranks do with fs.is_member(mesh)."
-        raise MeshError(message(f"is called on a rank that is not in the mesh {shape}.", mend=mend))
+        mend = "Call it only if fs.is_member(mesh)."
+        raise MeshError(message(f"is called on a rank outside of the mesh {shape}.", mend=mend))
     return dict(zip(shape.names, coord, strict=True))
 
 
 def data_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of a mesh along which ranks see different tokens, in cutting order."""
+    """Return the axes along which ranks see different tokens, in the order in which they shard a dim."""
     shape = abstract(mesh)
     return tuple(axis for axis in DATA_AXES if shape.axis_size(axis) > 1)
 
 
 @public
 def data_rank_and_size(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
-    """Which part of the global batch this process reads: (index, count) over replica, dp and ep, in rank order.
+    """Return which part of the global batch this process reads, over the axes replica, dp and ep.
 
     Args:
-        mesh: a mesh with devices, from `make_mesh`.
-        cp: count the ranks along `cp` as well, each of which has a part of the same rows.
+        mesh: A mesh from `make_mesh`.
+        cp: Whether to include `cp`, whose ranks read parts of the same rows.
+
+    Returns:
+        The index of this process's part, in rank order, and the number of parts.
+
+    Raises:
+        MeshError: This rank isn't in the mesh.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
@@ -428,47 +437,46 @@ def data_rank_and_size(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share everything but their coordinates along some axes."""
+    """The ranks whose coordinates differ only along some axes."""
 
     ranks: tuple[int, ...]  # global ranks in the order of the axes, major first
-    index: int  # this process's place among them
-    process_group: dist.ProcessGroup | None  # None when the group has one rank
-    # the members in the order in which sums are taken: by coordinate, with the axes as in `AXES`. A sum over `(dp,
-    # replica)` and one over `dp` and then `replica` then add the same terms in the same pairs. A range where that is
-    # the order of `ranks`
+    index: int  # this process's position among them
+    process_group: dist.ProcessGroup | None  # None for a group of one rank
+    # Members in the order in which sums add them: by coordinate, with the axes as in `AXES`. So a sum over `(dp,
+    # replica)`, and one over `dp` and then `replica`, add the same pairs. A range if that is the order of `ranks`.
     terms: Sequence[int] = range(1)
-    axes: tuple[str, ...] = ()  # along which they lie, as in `AXES`; empty where they are not of one mesh
-    transport: str = "auto"  # of their tensors, as `make_mesh` was asked for it
+    axes: tuple[str, ...] = ()  # ordered as in `AXES`; empty if the ranks aren't those of one mesh
+    transport: str = "auto"  # as passed to `make_mesh`
 
     @functools.cached_property
     def transports(self) -> dict[str, Any]:
-        """The transport that was chosen, by type of device; kept by `comm.transport`."""
+        """The selected transport by device type; `comm.transport` writes it."""
         return {}
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """The rank inside `process_group` of each member."""
+        """Rank inside `process_group` of each member."""
         in_group = {rank: i for i, rank in enumerate(sorted(self.ranks))}
         return tuple(in_group[rank] for rank in self.ranks)
 
     @functools.cached_property
     def by_rank(self) -> tuple[int, ...]:
-        """The member at each rank inside `process_group`: the inverse of `order`."""
+        """Member at each rank inside `process_group`: the inverse of `order`."""
         return tuple(sorted(range(self.size), key=self.order.__getitem__))
 
     @functools.cached_property
     def in_order(self) -> bool:
-        """Whether members stand in `process_group` in the order of the axes."""
+        """Whether the ranks of `process_group` are in the order of the axes."""
         return self.order == tuple(range(self.size))
 
 
 def index_of(places: Sequence[int], device: torch.device) -> torch.Tensor:
-    """A permutation as an index of rows on a device."""
+    """Return a permutation as an index of rows on a device."""
     return _index_of(tuple(places), device)
 
 
@@ -479,7 +487,8 @@ def _index_of(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 @cache_on_mesh(256)
 def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
-    """This process's group along some axes. Every rank has to ask for the same axes in the same order of calls."""
+    """Return this process's group along some axes, in the order of `axes`, major first."""
+    # It may make a process group, so all ranks call it for the same axes in the same order.
     shape = abstract(mesh)
     own = coordinate(mesh)
     axes = tuple(axis for axis in axes if shape.axis_size(axis) > 1)
@@ -490,7 +499,7 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
         return Group(ranks, 0, None)
     if isinstance(mesh, AbstractMesh):
         text = f"cannot run a collective over {', '.join(axes)} on the abstract mesh {shape}."
-        raise MeshError(message(text, mend="Use fs.make_mesh."))
+        raise MeshError(message(text, mend="Use a mesh from fs.make_mesh."))
     inside = _strides(axes, shape)
     index = sum(own[axis] * inside[axis] for axis in axes)
     named = tuple(axis for axis in AXES if axis in axes)
@@ -501,7 +510,7 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
 
 @cache_on_mesh(256)
 def reduction_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
-    """The same as `axis_group`, for sums of gradients: with another communicator, where the mesh has two."""
+    """Return `axis_group` with the communicator for gradient reductions, if the mesh has two."""
     group = axis_group(mesh, axes)
     if group.process_group is None or _made_with(mesh, "communicators", 1) == 1:
         return group
@@ -510,7 +519,7 @@ def reduction_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
 
 
 def _strides(axes: Sequence[str], shape: AbstractMesh) -> dict[str, int]:
-    """How far neighbors along each of some axes are apart, where these are counted through, major first."""
+    """Return the stride of each axis in a row-major numbering of the axes."""
     result: dict[str, int] = {}
     stride = 1
     for axis in reversed(axes):
@@ -520,7 +529,7 @@ def _strides(axes: Sequence[str], shape: AbstractMesh) -> dict[str, int]:
 
 
 def _places(axes: Sequence[str], shape: AbstractMesh, strides: dict[str, int]) -> list[int]:
-    """The places of all coordinates along some axes, major first."""
+    """Return the positions of all coordinates along some axes, major first."""
     result = [0]
     for axis in axes:
         ends = range(0, strides[axis] * shape.axis_size(axis), strides[axis])
@@ -529,7 +538,7 @@ def _places(axes: Sequence[str], shape: AbstractMesh, strides: dict[str, int]) -
 
 
 def everyone(mesh: Mesh) -> Group:
-    """The group of all ranks of a mesh: the default group, where all processes are in it."""
+    """Return the group of all ranks of a mesh: the default group if it has all processes."""
     shape = abstract(mesh)
     if not isinstance(mesh, DeviceMesh) or shape.size < world_size() or not dist.is_initialized():
         return axis_group(mesh, shape.names)
@@ -541,15 +550,15 @@ def everyone(mesh: Mesh) -> Group:
 
 @cache_on_mesh(256)
 def _process_group(mesh: DeviceMesh, axes: frozenset[str], use: str) -> dist.ProcessGroup | None:
-    """The process group of this rank over some axes; None on a rank outside the mesh. All ranks make all of them."""
-    whole = kept_by(mesh).get("whole")
-    if whole is not None:
-        return _process_group(whole, axes, use)
+    """Return this rank's process group over some axes; None outside of the mesh. Collective over all ranks."""
+    full = kept_by(mesh).get("full")
+    if full is not None:
+        return _process_group(full, axes, use)
     return group_among(_families(abstract(mesh), axes), _timeout(mesh), use)
 
 
 def _families(shape: AbstractMesh, axes: Collection[str]) -> list[list[int]]:
-    """The ranks that share their coordinates along all other axes."""
+    """Return the sets of ranks that differ only along the axes."""
     strides = _strides(shape.names, shape)
     inside = _places([name for name in shape.names if name in axes], shape, strides)
     firsts = _places([name for name in shape.names if name not in axes], shape, strides)
@@ -562,13 +571,13 @@ _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)
 
 @_compat.outside_of_graphs
 def axis_index(axis: str, mesh: Mesh | None = None) -> int:
-    """This process's coordinate along an axis of a mesh, by default the mesh of `set_mesh`; 0 where there is none."""
+    """Return this process's coordinate along an axis, by default of the mesh of `set_mesh`; 0 without a mesh."""
     here = mesh if mesh is not None else _current.get()
     return 0 if here is None else coordinate(here).get(axis, 0)
 
 
 class _Setting:
-    """Set a mesh from here on; leaving the `with` block restores the one from before."""
+    """Set a mesh on construction; leaving the `with` block restores the previous one."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._before = mesh, _current.get()
@@ -583,13 +592,19 @@ class _Setting:
 
 @public
 def set_mesh(mesh: Mesh) -> AbstractContextManager[None]:
-    """Set the mesh that `fs.ops` collectives use, in this thread, as `jax.set_mesh` does.
+    """Set the mesh of `fs.ops` collectives in this thread, like `jax.set_mesh`.
 
-    A bare call sets it until the next one. As a context manager it restores the mesh from before at the end of the
-    `with` block. `fs.shard_map` and `fs.value_and_grad` set the mesh of their arguments themselves.
+    A plain call sets it until the next one; in a `with` statement, it is set inside the block only. `fs.shard_map` and
+    `fs.value_and_grad` set the mesh of their arguments themselves.
+
+    Args:
+        mesh: A mesh from `make_mesh`, or an `AbstractMesh` to plan with.
+
+    Returns:
+        A context manager that restores the previous mesh.
 
     Raises:
-        ArgumentError: no mesh.
+        ArgumentError: The argument isn't a mesh.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
@@ -598,33 +613,28 @@ def set_mesh(mesh: Mesh) -> AbstractContextManager[None]:
         True
     """
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
-        raise refuse("a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+        raise refuse("a mesh", mesh, "Pass one, such as fs.make_mesh(dp=-1).")
     return _Setting(mesh)
 
 
 @_compat.outside_of_graphs
 def mesh_here() -> Mesh | None:
-    """The mesh of the innermost `set_mesh`, if there is one."""
+    """Return the mesh of the innermost `set_mesh`, or None."""
     return _current.get()
 
 
 @_compat.outside_of_graphs
 def current_mesh() -> Mesh:
-    """The mesh of the innermost `set_mesh`."""
+    """Return the mesh of the innermost `set_mesh`, or raise."""
     mesh = _current.get()
     if mesh is None:
-        text = message("was called without a mesh.", mend="Pass mesh=, or call it inside fs.set_mesh(mesh).")
-        raise MeshError(text)
+        raise MeshError(message("was called without a mesh.", mend="Pass mesh=, or call it inside fs.set_mesh(mesh)."))
     return mesh
 
 
 @_compat.outside_of_graphs
 def axis_size(axis: str, mesh: Mesh | None = None) -> int:
-    """The size of an axis of a mesh, by default the mesh of `set_mesh`; 1 where the mesh lacks it, or there is no mesh.
-
-    Raises:
-        MeshError: no such axis can exist.
-    """
+    """Return the size of an axis, by default of the mesh of `set_mesh`; 1 without the axis or without a mesh."""
     if axis not in AXES:
         raise MeshError(message(unknown_axis(axis)))
     mesh = mesh if mesh is not None else _current.get()

@@ -59,31 +59,28 @@ _MOST_S = 4.0
 _REPORT_S = 10.0  # how long ranks that differ wait for the reports of each other
 _SHOWN = 10
 
-# What an error says, and what to type, by what was found.
-_AGAIN = "all ranks have to start again."
+# The message and the fix, by what was found.
+_LOGS = "Check the logs of {numbers}, then restart all ranks."
 _MOVE = "Every rank has to call {odd}: move it out of the `if rank == 0:`."
 _TEXTS = {
-    "lost": ("lost {who}.", "Look at what {numbers} said last; " + _AGAIN),
-    "slow": (
-        "lost {who}.",
-        "If it is only slow, give {timed} a longer timeout=. Look at what {numbers} said last; " + _AGAIN,
-    ),
+    "lost": ("lost {who}.", _LOGS),
+    "slow": ("lost {who}.", "If it is only slow, pass {timed} a longer timeout=. " + _LOGS),
     "sizes": (
-        "got tensors of other sizes on {who} than on {others}.",
-        "Give all ranks the same shapes and dtypes: one of them has another state, layout, precision or batch.",
+        "got tensors of different sizes on {who} than on {others}.",
+        "Pass the same shapes and dtypes on all ranks: state, layout, precision and batch have to match.",
     ),
-    "given up": (
-        "was given up by the other ranks: they have waited for {who}, this one, in vain.",
-        "It was stopped, or busy, for longer than the timeout of {owner}; " + _AGAIN,
+    "timed out": (
+        "timed out on the other ranks, which waited for {who}, this one.",
+        "It was stopped or busy for longer than the timeout of {owner}; restart all ranks.",
     ),
     "alone": ("is called on {here} alone.", _MOVE),
-    "apart": ("is called on {here}, and not at one place.", _MOVE),
-    "elsewhere": ("waits for {who}, which {are} in another call.", _MOVE),
+    "apart": ("is called on {here}, but not at one place.", _MOVE),
+    "elsewhere": ("waits for {who}, which {are} in a different call.", _MOVE),
     "idle": ("waits for {who}, which {are} in no collective.", _MOVE),
 }
-_IF_SLOW = " If the others are only slow, give make_mesh a longer timeout=."
+_IF_SLOW = " If the others are only slow, pass make_mesh a longer timeout=."
 
-# What was given the timeout of a call that does not wait as long as the mesh says.
+# Calls with a separate timeout, and the function that takes it.
 _TIMED = {
     **{name: name for name in ("fs.checkpoint.save", "fs.checkpoint.save_async", "fs.hf.save", "fs.megatron.save")},
     "fs.checkpoint.Checkpointer.save": "fs.checkpoint.Checkpointer",
@@ -91,23 +88,23 @@ _TIMED = {
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Return whether torch raised an error because processes could not talk; gloo's are known by their text alone."""
+    """Return whether an error of torch is a communication failure; gloo's are recognizable only by their text."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in str(error))
 
 
 class UnlikeSizes(RuntimeError):
-    """Data of another size came than this rank sends: ranks that live, in one call, with unlike tensors."""
+    """A message had a different size than this rank's: ranks are in the same call with different tensors."""
 
 
 # ------------------------------------------------------------------------------------------------- where this rank is
-_entered: dict[int, naming_lost] = {}  # by thread: the outermost collective call of the library that it is in
+_entered: dict[int, naming_lost] = {}  # by thread: its outermost collective call of the library
 _waiting: dict[int, among] = {}  # by thread: the communication that it waits for
 
 
 class among:
     """Mark an exception raised in this block as a communication failure with `ranks`; an existing mark is kept."""
 
-    # Without a `naming_lost` around it, the failure becomes a `RankError` here.
+    # An enclosing `naming_lost` turns the failure into a `RankError`; without one, this block does.
 
     __slots__ = ("_before", "_begin", "_thread", "doing", "ranks")
 
@@ -142,8 +139,8 @@ def _mark(error: BaseException) -> tuple[tuple[int, ...] | None, str]:
 class naming_lost:
     """Turn a communication failure in this block into a `RankError` that names the ranks that caused it."""
 
-    # Other exceptions pass, and are recorded for the ranks that will miss this one. Of nested calls the outermost
-    # counts. A mesh that is None or has no process groups changes nothing.
+    # Other exceptions pass, and are recorded for the ranks that will wait for this one. In nested calls the outermost
+    # acts. Without a mesh, or on a mesh without process groups, this does nothing.
 
     __slots__ = ("_begin", "_frame", "_outermost", "_thread", "function", "mesh", "order", "step")
 
@@ -160,7 +157,7 @@ class naming_lost:
         forget()
         listen(_places)
         self.order = UnitOrder()
-        # No name for this call's own frame: it would refer to itself, and keep the caller's tensors until a collection.
+        # No variable holds this call's own frame: the cycle would keep the caller's tensors alive until a collection.
         self._frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         self._begin = time.monotonic()
         self._outermost = _entered[self._thread] = self
@@ -171,7 +168,7 @@ class naming_lost:
             return
         try:
             if error is not None:
-                outermost._name(error)  # at once, while the others are still where they are
+                outermost._name(error)  # immediately, while the other ranks are still in their calls
         finally:
             if outermost is self:
                 del _entered[self._thread]
@@ -186,10 +183,10 @@ class naming_lost:
         if peers is None and not unlike and is_network_error(error):
             assert self.mesh is not None and not isinstance(self.mesh, AbstractMesh)
             with _compat.with_values():
-                whole = self.mesh.mesh.flatten().tolist() if isinstance(self.mesh, DeviceMesh) else self.mesh
-            setattr(error, _PEERS, (tuple(whole), doing))
+                ranks = self.mesh.mesh.flatten().tolist() if isinstance(self.mesh, DeviceMesh) else self.mesh
+            setattr(error, _PEERS, (tuple(ranks), doing))
         elif isinstance(error, CheckpointError):
-            return  # All ranks raise it. The disk may be full, and with it the file of a store.
+            return  # all ranks raise it, and on a full disk a file store can't be written
         elif peers is None or unlike:
             raised = f"raised: {error}" if unlike else f"raised {in_one_line(error)}"
             note = {"raised": raised, "call": str(self.call()), **_failed(error)}
@@ -200,36 +197,36 @@ class naming_lost:
         raise _explained(self.call(), self.mesh, self._begin, error) from error
 
     def call(self) -> Call:
-        """Return where this rank is."""
+        """Return this rank's call, with the number of the step."""
         text = self.function
         step = self.step
-        # An error may be about the step itself, which is then anything that a user has put there.
+        # The user may have put anything into `state.step`, which can be what the error is about.
         if isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1:
             text += "" if step.is_meta or _compat.is_fake(step) else f" {int(step)}"
         return Call(self.function, text, call_stacks.site(self._frame))
 
 
 def entry_here() -> naming_lost | None:
-    """Return the outermost collective call that this thread is in; None outside, and in one process."""
+    """Return the outermost collective call of this thread, if any; None in a single process."""
     return _entered.get(threading.get_ident())
 
 
 def order_here() -> UnitOrder | None:
-    """Return the order of units of the outermost collective call that this thread is in."""
+    """Return the order of units of this thread's outermost collective call."""
     entry = entry_here()
     return None if entry is None else entry.order
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
-    """Return this rank's own report where an error comes up."""
+    """Return this rank's report about an error."""
     order = order_here()
-    said = call_stacks.doing(call_stacks.lines_of(error), _mark(error)[1])
-    said |= {} if order is None else {"order": order.report(facts=False)}
-    return {**said, "sizes": str(error)} if isinstance(error, UnlikeSizes) else said
+    found = call_stacks.doing(call_stacks.lines_of(error), _mark(error)[1])
+    found |= {} if order is None else {"order": order.report(facts=False)}
+    return {**found, "sizes": str(error)} if isinstance(error, UnlikeSizes) else found
 
 
 def _places() -> list[dict[str, Any]]:
-    """Return where the threads of this rank are: the main one, and those in collectives."""
+    """Return the positions of this rank's main thread and of its threads in collectives."""
     now = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     threads = dict.fromkeys([threading.main_thread().ident or 0, *_entered, *_waiting])
     return [_place(thread, now.get(thread)) for thread in threads]
@@ -247,9 +244,9 @@ def _place(thread: int, frame: FrameType | None) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------- the texts
 def _explained(call: Call, mesh: _Mesh, begin: float, error: BaseException) -> RankError:
-    """Make the error in place of a failure of communication that began some time ago."""
+    """Make the `RankError` of a communication failure in a call that began at `begin`."""
     peers, doing = _mark(error)
-    # Ranks are as far apart as what they do is long.
+    # Ranks may notice at times as far apart as the call is long, so the patience grows with it.
     patience = min(max((time.monotonic() - begin) / 2, LEAST_S), _MOST_S)
     me = own_rank()
     followed = lost(tuple(rank for rank in peers or () if rank != me), patience, call, _failed(error))
@@ -270,7 +267,7 @@ def _explained(call: Call, mesh: _Mesh, begin: float, error: BaseException) -> R
         rank, cause = next(iter(causes.items()))
         text = say("sizes", [rank], [f"{who([rank])}: {cause.text}"], others=who([me]))
     elif me in causes:
-        text = say("given up", [me], [noticed])
+        text = say("timed out", [me], [noticed])
     elif kinds == {"elsewhere"}:
         text = _scattered(call, followed, who)
     else:
@@ -288,7 +285,7 @@ def _told(text: str, ranks: Sequence[int], stacks: dict[int, str] | None = None)
 
 
 def _say(call: Call, who: Who, kind: str, ranks: Sequence[int], rows: Sequence[str], **words: str) -> str:
-    """Word what was found, by its entry in the table of texts."""
+    """Format an entry of `_TEXTS`."""
     owner = _TIMED.get(call.function)
     words |= {"who": who(ranks), "numbers": rank_numbers(ranks), "are": "is" if len(ranks) == 1 else "are"}
     words |= {"timed": owner or "make_mesh", "owner": owner or "the mesh"}
@@ -297,13 +294,14 @@ def _say(call: Call, who: Who, kind: str, ranks: Sequence[int], rows: Sequence[s
 
 
 def _scattered(call: Call, followed: Followed, who: Who) -> str:
-    """Word that ranks live, and are in several calls."""
+    """Word that all ranks are alive, but in different calls."""
     causes = followed.causes
     here = [rank for rank in (own_rank(), *followed.met) if rank not in causes]
     by_function: dict[str, list[int]] = {}
     for rank in sorted({*here, *causes}):
         by_function.setdefault(causes[rank].function if rank in causes else call.function, []).append(rank)
-    # The call of fewest ranks is the one too many; steps are what all make, and `if rank == 0` is what people write.
+    # The call with the fewest ranks is the wrong one; in a tie not the train step, which all ranks make, but the call
+    # of rank 0, because `if rank == 0` is what people write.
     odd = min(by_function, key=lambda f: (not f, len(by_function[f]), f == "train step", by_function[f][0]))
     idle = not any(it.function for it in causes.values())
     kind = "idle" if idle else "elsewhere"
@@ -314,7 +312,7 @@ def _scattered(call: Call, followed: Followed, who: Who) -> str:
 
 
 def table(call: Call, followed: Followed, who: Who) -> list[str]:
-    """Return which ranks are where."""
+    """List the calls that ranks are in."""
     places = {own_rank(): str(call), **followed.met, **{rank: it.text for rank, it in followed.causes.items()}}
     by_text: dict[str, list[int]] = {}
     for rank, text in sorted({**places, **dict.fromkeys(followed.silent, "no answer")}.items()):
@@ -324,7 +322,7 @@ def table(call: Call, followed: Followed, who: Who) -> list[str]:
 
 
 def _in_lines(places: Sequence[Notes]) -> str:
-    """Word where the threads of a rank are: a line for each thing that is known, then the stacks."""
+    """Word the positions of a rank's threads, with their stacks."""
     result: list[str] = []
     for place in places:
         ranks = place.get("peers") or place.get("waits") or ()
@@ -336,11 +334,11 @@ def _in_lines(places: Sequence[Notes]) -> str:
     return "\n".join(result)
 
 
-_unlike_before: Counter[tuple[int, ...]] = Counter()  # how often ranks have found that they differ; all count alike
+_unlike_before: Counter[tuple[int, ...]] = Counter()  # how often ranks found a difference; equal on all of them
 
 
 def unlike_ranks(mesh: _Mesh, ranks: Sequence[int], order: UnitOrder) -> RankError:
-    """Make the error of ranks that have found together that they differ; each tells the others what it did."""
+    """Make the error of ranks that found a difference in a comparison, after they have exchanged their reports."""
     own, me = order.report(), own_rank()
     key = f"fsharding_unlike_{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
     key += f"_{_unlike_before[tuple(ranks)]}_{{}}"
@@ -350,12 +348,12 @@ def unlike_ranks(mesh: _Mesh, ranks: Sequence[int], order: UnitOrder) -> RankErr
     found = differences(reports, _coordinates(mesh), who)
     if found is None:
         rows = [f"{who([rank])}: no answer" for rank in ranks if rank not in reports]
-        return _told(message("finds that ranks differ in units or rows.", rows, "Look at what each did last."), ranks)
+        return _told(message("finds that ranks differ in units or rows.", rows, "Check the log of each rank."), ranks)
     return _told(found.text, found.ranks)
 
 
 def _exchanged(key: str, own: Notes, ranks: Sequence[int]) -> dict[int, Notes]:
-    """Exchange the reports of ranks that all write theirs into the store, as far as they come in time."""
+    """Write this rank's report to the store, and read the others' until a time limit."""
     store = default_store()
     until = time.monotonic() + _REPORT_S
     assert store is not None
@@ -369,18 +367,18 @@ def _exchanged(key: str, own: Notes, ranks: Sequence[int]) -> dict[int, Notes]:
     return result
 
 
-_latest_mesh: weakref.ref[DeviceMesh] | None = None  # whose coordinates errors tell, where a call does not say
+_latest_mesh: weakref.ref[DeviceMesh] | None = None  # errors show its coordinates if a call has no mesh
 
 
 def set_latest_mesh(mesh: weakref.ref[DeviceMesh] | None) -> weakref.ref[DeviceMesh] | None:
-    """Set the mesh that was made last; return the one before."""
+    """Set the latest mesh; return the previous one."""
     global _latest_mesh
     before, _latest_mesh = _latest_mesh, mesh
     return before
 
 
 def whose(mesh: _Mesh) -> Who:
-    """Return a function that names ranks with their coordinates on the axes that have several."""
+    """Return a function that names ranks with their coordinates, such as "rank 2 (dp=1)"."""
     known = mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh()
     places = _coordinates(known)
     sizes = {} if known is None else dict(zip(known.mesh_dim_names or (), known.mesh.shape, strict=False))
@@ -407,7 +405,7 @@ def _coordinates(mesh: _Mesh) -> dict[int, dict[str, int]]:
 
 
 def write_stacks(error: RankError, folder: Path) -> None:
-    """Write where all ranks are that were heard of, with torch's record of collectives; the error names the file."""
+    """Write the stacks of ranks that answered, and torch's record of collectives, to a file that the error names."""
     if not error.stacks:
         return
     record = _compat.flight_record()

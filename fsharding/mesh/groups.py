@@ -1,6 +1,6 @@
-"""Process groups of meshes: one for each set of ranks, timeout and use, however many meshes there are and were.
+"""Process groups of meshes: one for each set of ranks, timeout and use, shared by all meshes.
 
-Guarantee: all ranks make, use and close the same groups in the same order; none is closed while it is in use.
+All ranks make and close the same groups in the same order; no group is closed while any rank uses it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from fsharding.mesh.meeting import meet
 __all__ = ["Key", "close_unused", "find_group", "group_among", "groups_of_another_world", "meet_first"]
 
 Key = tuple[tuple[int, ...], timedelta, str]
-"""The ranks of a group, sorted, its timeout, and its use: "" for any, or what it is kept apart for."""
+"""The sorted ranks of a group, its timeout, and its use: "" for any, or the purpose of a separate group."""
 
+# A group is closed once this many meshes were made without it: a run that swaps strategies returns to earlier meshes.
 _SPARE_MESHES = 8
-"""For so many meshes that are made without it, an unused group is kept: a run that swaps strategies returns to it."""
-_BITS = 62
+_BITS = 62  # groups per `meet`, one bit of an int64 each
 
 
 @dataclass
 class _Kept:
-    """A group that every rank knows."""
+    """A group that every rank has made."""
 
     group: dist.ProcessGroup | None  # None on a rank outside
-    idle: int = 0  # number of references to an unused group: torch's and this one
-    # number of the last mesh that asked for it when it was made, or that found it held; as all ranks count
-    last: int = 0
+    idle: int = 0  # number of references to it if it is unused: torch's and this one
+    last: int = 0  # number of the last mesh that used it, or during whose construction a rank held it
 
     def holders(self) -> int:
-        """How many hold it."""
+        """Return the number of references to the group."""
         return 0 if self.group is None else _compat.holders_of(self.group)
 
 
 class _Groups:
-    """The groups beside one default process group, and how many meshes were made so far."""
+    """The groups of one default process group, and the number of meshes made so far."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.world = world
@@ -55,22 +54,19 @@ class _Groups:
         kept = self.by_key.get(key)
         if kept is None:
             kept = self.by_key[key] = self._make(*key[:2], apart=bool(key[2]))
-            # Here, where no local name of a caller holds it.
+            # Count here, where no variable of a caller holds the group.
             kept.idle = kept.holders()
             kept.last = self.meshes
         return kept
 
     def _make(self, ranks: tuple[int, ...], timeout: timedelta, *, apart: bool) -> _Kept:
-        """The default process group serves the meshes of one timeout: the first mesh's over all ranks."""
-        if (
-            not apart
-            and len(ranks) == world_size()
-            and all(kept.group is not self.world for kept in self.by_key.values())
-        ):
-            if dist.get_backend(self.world) != "fake":  # Its ranks never wait, and it has no timeout.
-                self.world.set_timeout(timeout)
-            return _Kept(self.world)
-        return _Kept(_compat.new_group(ranks, timeout))
+        """Make a group; the default process group serves the first timeout over all ranks."""
+        taken = any(kept.group is self.world for kept in self.by_key.values())
+        if apart or taken or len(ranks) < world_size():
+            return _Kept(_compat.new_group(ranks, timeout))
+        if dist.get_backend(self.world) != "fake":  # fake ranks never wait, and have no timeout
+            self.world.set_timeout(timeout)
+        return _Kept(self.world)
 
     def close(self, wanted: set[Key]) -> None:
         self.meshes += 1
@@ -82,13 +78,12 @@ class _Groups:
             if self.meshes - kept.last > _SPARE_MESHES and kept.group is not self.world
         ]
         if old:
-            gc.collect()  # A mesh and what it keeps hold each other.
+            gc.collect()  # a mesh and its caches reference each other
         for start in range(0, len(old), _BITS):
             some = old[start : start + _BITS]
-            # A mesh, a plan or a pending collective of this process may still use a group.
+            # A mesh, a plan or a pending collective of any rank may still use a group.
             used = [self.by_key[key].holders() > self.by_key[key].idle for key in some]
-            held = sum(is_used << i for i, is_used in enumerate(used))
-            anywhere = meet(held)
+            anywhere = meet(sum(is_used << i for i, is_used in enumerate(used)))
             for i, key in enumerate(some):
                 if any(mask >> i & 1 for mask in anywhere):
                     self.by_key[key].last = self.meshes
@@ -110,7 +105,7 @@ def _known() -> _Groups:
 
 @contextmanager
 def groups_of_another_world() -> Generator[None]:
-    """Forget the groups that are made in this block, and know those from before again after it."""
+    """Forget the groups made in this block when it ends, and restore the earlier ones."""
     global _groups
     before = _groups
     try:
@@ -120,7 +115,7 @@ def groups_of_another_world() -> Generator[None]:
 
 
 def group_among(families: Iterable[Sequence[int]], timeout: timedelta, use: str = "") -> dist.ProcessGroup | None:
-    """The group of this process among some; None if it is in none of them. All ranks there are ask for the same."""
+    """Return this process's group among several, or None. Collective over all ranks, which pass the same families."""
     known = _known()
     here = own_rank()
     own = None
@@ -135,8 +130,8 @@ _met: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose ranks `meet_first` 
 
 
 def meet_first(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> None:
-    """Wait for all ranks of a group of gloo before its first collective here. Collective over the group."""
-    # gloo connects ranks when they first send something, and waits for them as long as it likes, whatever the timeout.
+    """Wait for all ranks of a gloo group before its first collective. Collective over the group."""
+    # gloo connects ranks lazily, at their first message, and that wait ignores the group's timeout.
     store = default_store()
     if store is None or group in _met or backend_of(group, device_type) != "gloo":
         return
@@ -150,11 +145,11 @@ def meet_first(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -
 
 
 def find_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
-    """The group of some ranks, if there is one."""
+    """Return the group of some ranks, if it exists."""
     kept = _known().by_key.get((tuple(sorted(ranks)), timeout, ""))
     return None if kept is None else kept.group
 
 
 def close_unused(families: Iterable[Sequence[int]], timeout: timedelta, uses: Sequence[str] = ("",)) -> None:
-    """Closes the groups that no rank holds and that were not used for a while. Called by all ranks, for each mesh."""
+    """Close groups that no rank uses and that recent meshes didn't need. Collective over all ranks, once per mesh."""
     _known().close({(tuple(sorted(family)), timeout, use) for family in families for use in uses})

@@ -1,7 +1,4 @@
-"""Local ranks: start a function on n processes, and end all of them together.
-
-Guarantee: no rank outlives the launcher; neither does the directory, unless the launcher is killed.
-"""
+"""Run a function on n local processes, which all end with the launcher."""
 
 from __future__ import annotations
 
@@ -29,15 +26,11 @@ from fsharding.mesh.rendezvous import INIT_METHOD, local_variables
 
 __all__ = ["launch_ranks"]
 
-_FORWARDED = (*SIGNALS, signal.SIGINT)  # signals after which ranks save and end, where there is a grace
+_FORWARDED = (*SIGNALS, signal.SIGINT)  # signals that ranks receive, to save and exit, if there is a grace period
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # unless forwarded, these end all at once
 
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end ranks and launcher at once, unless they are forwarded."""
-
-_NOTICE_S = 8.0
-"""After a failure the other ranks have so long to find out which ranks are lost, and to record their position."""
-
-_EXIT_S = 10.0  # a rank that has answered has so long to exit
+_NOTICE_S = 8.0  # time for the other ranks, after a failure, to find the lost ranks and record their position
+_EXIT_S = 10.0  # time for a rank to exit after its answer
 
 
 def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | None = None) -> list[Any]:
@@ -57,7 +50,7 @@ def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | 
 
 
 def _place(rank: int, ranks: int, folder: str) -> dict[str, str]:
-    """The variables that differ between ranks, and where they meet."""
+    """Return the variables that differ between ranks, and the rendezvous."""
     own = str(rank)
     all_ranks = str(ranks)
     names = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": all_ranks, "LOCAL_WORLD_SIZE": all_ranks}
@@ -65,10 +58,10 @@ def _place(rank: int, ranks: int, folder: str) -> dict[str, str]:
 
 
 def _variables(ranks: int) -> dict[str, str]:
-    """The environment of ranks, besides what the user has set."""
+    """Return the variables of all ranks that the user hasn't set."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-        "KINETO_LOG_LEVEL": "6",  # or torch's profiler writes about its starts and stops
+        "KINETO_LOG_LEVEL": "6",  # otherwise torch's profiler logs its starts and stops
         **local_variables(),
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
@@ -76,7 +69,7 @@ def _variables(ranks: int) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Set variables for the processes that are started inside."""
+    """Set environment variables in this block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -91,9 +84,9 @@ def _environment(variables: Mapping[str, str]) -> Generator[None]:
 
 # -------------------------------------------------------------------------------------------------------------- signals
 class _Signals:
-    """The signals that this process gets inside the block; outside the main thread, none."""
+    """Receive the signals of this process in this block; outside of the main thread, none."""
 
-    # Python writes the number of each signal that has a handler into a pipe, so that the wait for ranks ends.
+    # Python writes the number of each handled signal to a pipe, which wakes the wait for ranks.
 
     def __init__(self, forwarded: Sequence[signal.Signals]) -> None:
         self.forwarded = forwarded
@@ -118,19 +111,19 @@ class _Signals:
 
     @property
     def began(self) -> float:
-        """When the first signal came that is forwarded."""
+        """Time of the first forwarded signal; infinity without one."""
         return min((self.received[number] for number in self.forwarded if number in self.received), default=math.inf)
 
     def fileno(self) -> int:
-        """Readable when a signal has come."""
+        """Return the read end of the pipe, for `wait`."""
         return self._read
 
     def drain(self) -> None:
-        """Forget the numbers in the pipe; handlers have noted them."""
+        """Empty the pipe, after handlers have recorded the signals."""
         os.read(self._read, 64)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has come that ends everything."""
+        """Raise KeyboardInterrupt after a signal that ends all ranks."""
         if self._ends:
             raise KeyboardInterrupt
 
@@ -145,7 +138,7 @@ class _Signals:
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
 class _Ranks:
-    """Processes and their pipes; those that are left at the end of the block are killed."""
+    """Processes and their pipes; the end of the block kills the remaining ones."""
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
@@ -162,7 +155,8 @@ class _Ranks:
             pipe.close()
 
     def start(self, call: bytes, place: dict[str, str]) -> None:
-        """Start one more rank. It inherits that all signals of the launcher are blocked: it gets them from there."""
+        """Start one more rank."""
+        # Ranks inherit a mask that blocks these signals: the launcher decides which of them it sends on.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_ENDING})
         try:
             reader, writer = cast("tuple[Connection, Connection]", self._context.Pipe(duplex=False))
@@ -171,12 +165,12 @@ class _Ranks:
             process.start()
             self.processes.append(process)
             self.pipes.append(reader)
-            writer.close()  # the rank alone holds it: its end ends a read here
+            writer.close()  # only the rank holds the write end now, so its death ends a read here
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def send(self, number: signal.Signals, to: Sequence[int] | None = None) -> None:
-        """Send a signal to ranks that have not ended; by default to all."""
+        """Send a signal to running ranks, by default to all."""
         for rank in range(len(self.processes)) if to is None else to:
             process = self.processes[rank]
             if process.is_alive() and process.pid is not None:
@@ -185,7 +179,7 @@ class _Ranks:
 
 
 class _Failure(NamedTuple):
-    """A rank that has failed, with its order among failures: a rank that died before one that noticed."""
+    """A failed rank. Failures sort by cause: a rank that died comes before one that noticed it."""
 
     blames_others: bool
     when: float
@@ -195,7 +189,7 @@ class _Failure(NamedTuple):
 
 
 def _supervise(ranks: _Ranks, signals: _Signals, grace: float | None) -> list[Any]:
-    """Wait until all ranks have answered and exited; what they returned."""
+    """Wait until all ranks have answered and exited; return their values."""
     answers: dict[int, Answer] = {}
     failures: list[_Failure] = []
     forwarded: set[signal.Signals] = set()
@@ -239,11 +233,11 @@ def _supervise(ranks: _Ranks, signals: _Signals, grace: float | None) -> list[An
 
 
 def _died(rank: int, process: BaseProcess) -> _Failure:
-    """A rank whose end of the pipe is closed, and that has not answered."""
+    """Describe a rank that closed its pipe without an answer."""
     process.join(_EXIT_S)
     code = process.exitcode
     if code is None:
-        how = f"it closed its pipe, and had not ended {_EXIT_S:g} s later"
+        how = f"it closed its pipe, but was still running {_EXIT_S:g} s later"
     else:
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     return _Failure(False, time.monotonic(), rank, f"lost rank {rank} ({how}).", "")
@@ -252,4 +246,4 @@ def _died(rank: int, process: BaseProcess) -> _Failure:
 def _not_saved(signals: _Signals, grace: float) -> RankError:
     names = ", ".join(sorted(number.name for number in signals.received))
     rule = f"has killed its ranks, which had not saved {grace:g} s after {names}."
-    return RankError(report(f"fsharding {rule}", mend="Give a longer --grace, or smaller steps."))
+    return RankError(report(f"fsharding {rule}", mend="Pass a longer --grace, or use smaller steps."))

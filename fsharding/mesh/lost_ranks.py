@@ -1,4 +1,4 @@
-"""Find the ranks that a failure is due to: reports in a store, a listener that answers, and blame followed."""
+"""Find the ranks that caused a failure: ranks write reports to a store, and a listener answers for ranks that wait."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ QUESTION = "fsharding_question"
 _OVER = "the store ends"
 GONE = "is gone, or does not answer"
 LEAST_S = 1.5
-_LINGER_S = 2.0  # how long the rank that has the store stays for the questions of the others
-_LOOK_S = 0.1  # how often a rank looks whether it is asked; less often where there are many, for the store's sake
+_LINGER_S = 2.0  # how long the rank that serves the store waits for the others to read it
+_LOOK_S = 0.1  # interval at which a listener polls the store; longer with many ranks, to limit the store's load
 _MOST_STACKS = 64
 
 
@@ -45,12 +45,12 @@ def own_rank() -> int:
 
 
 def world_size() -> int:
-    """Return how many processes there are."""
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_fake_world() -> bool:
-    """Return whether the ranks are torch's fake ones, of which only this one exists."""
+    """Return whether the default group has torch's fake backend: only this rank exists."""
     world = dist.group.WORLD
     return world is not None and has_fake_backend(world)
 
@@ -62,7 +62,7 @@ def in_one_line(error: BaseException) -> str:
 
 # ------------------------------------------------------------------------------------------------------- the listener
 class Listener(threading.Thread):
-    """Answer where this rank is, while its other threads wait or compute."""
+    """Report this rank's position on request, while its other threads wait or compute."""
 
     def __init__(self, world: Any, store: Any, places: Callable[[], list[dict[str, Any]]]) -> None:
         super().__init__(name="fsharding-listener", daemon=True)
@@ -73,23 +73,23 @@ class Listener(threading.Thread):
         self._places = places
 
     def run(self) -> None:
-        """Answer until the process ends, then record that."""
-        # The process that has the store may end first; then nothing is left to answer.
+        """Answer questions until the process ends, then record the end."""
+        # The process that serves the store may end first: then the store raises, and nothing is left to answer.
         with suppress(RuntimeError):
             while not self._end.wait(self._look):
                 if dist.group.WORLD is not self.world or not self._answer():
                     return
             error = getattr(sys, "last_value", None)
             ended = "has ended" if error is None else f"has ended: {in_one_line(error)}"
-            # Kept beside what it has found out: others may still be on their way to the same cause.
+            # Keep the causes that it has found: others may still be looking for the same ones.
             self._store.set(KEY.format(self._rank), json.dumps({**_own_note, "raised": ended}))
             if _host() == self._rank:
-                # torch writes a page on each rank whose store is gone while it looks.
+                # Stop the other listeners first: torch logs a page on each rank whose store disappears during a read.
                 self._store.set(QUESTION, _OVER)
                 time.sleep(2 * self._look)
 
     def _answer(self) -> bool:
-        """Answer the current question if it is a new one; return whether there may be others."""
+        """Answer the current question if it is new; return whether to continue."""
         asked = self._store.get(QUESTION) if self._store.check([QUESTION]) else b""
         key = PLACE_KEY.format(self._rank)
         if asked.decode() == _OVER:
@@ -102,7 +102,7 @@ class Listener(threading.Thread):
         return True
 
     def end(self) -> None:
-        """Stop it; it has a moment to record that the process ends."""
+        """Stop the listener, which first records that the process ends."""
         self._end.set()
         self.join(1.0)
 
@@ -111,7 +111,7 @@ _listener: Listener | None = None
 
 
 def listen(places: Callable[[], list[dict[str, Any]]]) -> None:
-    """Start the listener of this rank, once a world; it answers with the places of its threads."""
+    """Start the listener of this rank, once per default process group; it answers with `places()`."""
     global _listener
     world = dist.group.WORLD
     if (_listener is not None and _listener.world is world) or is_fake_world():
@@ -122,11 +122,11 @@ def listen(places: Callable[[], list[dict[str, Any]]]) -> None:
     _listener.start()
 
 
-_own_note: Notes = {}  # the latest that this rank has written of itself and not taken back
+_own_note: Notes = {}  # this rank's latest note, unless it was deleted
 
 
 def post(note: Notes) -> None:
-    """Write a note of this rank into the store of all."""
+    """Write a note about this rank to the store."""
     global _own_note
     _own_note = note
     store = default_store()
@@ -135,7 +135,7 @@ def post(note: Notes) -> None:
 
 
 def forget() -> None:
-    """Take back what was written at an earlier failure, after which this rank goes on all the same."""
+    """Delete the notes of an earlier failure that the program has handled."""
     global _own_note
     if not _own_note:
         return
@@ -148,7 +148,7 @@ def forget() -> None:
 
 
 def _written(store: Any, rank: int, asked: str) -> tuple[Any, list[Any]]:
-    """Return the note of a rank that has failed, None without one, and where its threads are if it has answered."""
+    """Return a failed rank's note, or None, and the positions of its threads if it has answered the question."""
     note, answer = (
         json.loads(store.get(key)) if store.check([key]) else None for key in (KEY.format(rank), PLACE_KEY.format(rank))
     )
@@ -156,9 +156,9 @@ def _written(store: Any, rank: int, asked: str) -> tuple[Any, list[Any]]:
 
 
 def read_report(rank: int, asked: str, function: str, store: Any) -> Notes | None:
-    """Return the report of a failed rank, else its answer, preferably from a thread in the same function."""
+    """Return the report of a failed rank, else its answer, preferably of a thread in the same function."""
     note, places = _written(store, rank, asked)
-    # A thread that waits says more than one that waits for that thread.
+    # Prefer a thread that waits for ranks over one that waits for that thread.
     inside = [place for place in places if place["function"] == function]
     place = min(inside, key=lambda place: "waits" not in place, default=None)
     if note is None:
@@ -167,14 +167,14 @@ def read_report(rank: int, asked: str, function: str, store: Any) -> Notes | Non
 
 
 def ask(store: Any, again: bool = False) -> str:
-    """Ask all ranks where they are; return the question that stands now in the store."""
+    """Request the positions of all ranks; return the question that is now in the store."""
     if again or not store.check([QUESTION]):
         store.set(QUESTION, f"{time.time_ns()} {own_rank()}")
     return store.get(QUESTION).decode()
 
 
 def bounded(call: Callable[[], _T], seconds: float) -> _T | None:
-    """Run a call with a time limit; None if it fails or takes longer: the machine that has the store may be gone."""
+    """Run a call with a time limit; None if it fails or takes longer: the store's machine may be down."""
     result: list[_T] = []
 
     def run() -> None:
@@ -189,28 +189,28 @@ def bounded(call: Callable[[], _T], seconds: float) -> _T | None:
 
 # ---------------------------------------------------------------------------------------------------------- the cause
 class Cause(NamedTuple):
-    """A rank that is the cause of a failure."""
+    """Why a rank caused a failure."""
 
-    kind: str  # gone, raised, elsewhere (in another call, or in none), busy (in this one) or sizes (in this one)
+    kind: str  # "gone", "raised", "elsewhere" (in a different call or none), or, in this call, "busy" or "sizes"
     text: str
-    function: str = ""  # that it is in, if it is elsewhere; "" for none
+    function: str = ""  # the different call, or ""
 
 
 @dataclasses.dataclass
 class Followed:
-    """Where blame leads."""
+    """The result of following blame."""
 
     causes: dict[int, Cause] = dataclasses.field(default_factory=dict[int, Cause])
-    silent: list[int] = dataclasses.field(default_factory=list[int])  # blamed, and without an answer
-    met: dict[int, str] = dataclasses.field(default_factory=dict[int, str])  # where ranks wait in the same function
-    cause_known: bool = False  # one of them has found the cause out already
-    places: dict[int, Sequence[Notes]] = dataclasses.field(default_factory=dict[int, Any])  # what each rank has said
+    silent: list[int] = dataclasses.field(default_factory=list[int])  # blamed ranks without an answer
+    met: dict[int, str] = dataclasses.field(default_factory=dict[int, str])  # calls of ranks in the same function
+    cause_known: bool = False  # whether one of them has already found the cause
+    places: dict[int, Sequence[Notes]] = dataclasses.field(default_factory=dict[int, Any])  # reports by rank
 
 
 def follow(peers: Sequence[int], me: int, read: Callable[[int], Notes | None], function: str = "") -> Followed:
-    """Follow blame from rank to rank, by the report of each: of one that has failed, or of one that lives."""
-    # A report has "function", "call" and "now"; of a failure also {"peers": ranks that it blames}, with "causes" once
-    # it has found them, or {"raised": what}, which stands beside causes if it has ended since; else {"waits": ranks}.
+    """Follow blame from rank to rank, by their reports."""
+    # A report has "function", "call" and "now". A rank that lost others adds "peers", the ranks that it blames, and
+    # "causes" once it has found them; one that raised or ended adds "raised"; one that waits adds "waits".
     result = Followed()
     seen = {me}
     front = list(peers)
@@ -243,7 +243,7 @@ def follow(peers: Sequence[int], me: int, read: Callable[[int], Notes | None], f
 
 
 def lost(peers: tuple[int, ...], patience: float, call: Call, here: Notes) -> Followed:
-    """Follow blame to its end; without other notes, to the ranks that this rank blames."""
+    """Follow blame to its causes; without reports of others, these are the ranks that this rank blames."""
     host = _host()
     result = bounded(lambda: _asked(peers, patience, call, here), patience + LEAST_S)
     if result is None:
@@ -253,7 +253,7 @@ def lost(peers: tuple[int, ...], patience: float, call: Call, here: Notes) -> Fo
     if host == own_rank():
         bounded(lambda: _linger(result.causes), _LINGER_S)
     if not result.causes:
-        result.causes = dict.fromkeys(peers, Cause("gone", "lives, but the connection to it is lost"))
+        result.causes = dict.fromkeys(peers, Cause("gone", "is alive, but the connection to it is lost"))
     return result
 
 
@@ -264,12 +264,12 @@ def _asked(peers: tuple[int, ...], patience: float, call: Call, here: Notes) -> 
     post(note)
     ask(store, again=True)
     while True:
-        # Several ranks ask, and each may go on and take its question back.
+        # Read the question again each time: several ranks ask, and each may continue and delete its question.
         asked = ask(store)
         read = functools.partial(read_report, asked=asked, function=call.function, store=store)
         result = follow(peers, me, read, call.function)
         kinds = {cause.kind for cause in result.causes.values()}
-        # One that seems busy may be about to fail, too, and say so.
+        # A busy rank may be about to fail and report it.
         open_ends = bool(result.silent) or "busy" in kinds
         if result.cause_known or "raised" in kinds or not open_ends or time.monotonic() > until:
             break
@@ -281,7 +281,7 @@ def _asked(peers: tuple[int, ...], patience: float, call: Call, here: Notes) -> 
 
 
 def _reports(asked: str, known: Mapping[int, Sequence[Notes]], silent: Sequence[int]) -> dict[int, Sequence[Notes]]:
-    """Return the reports of all ranks, once each has looked whether it is asked; of very many ranks, the first ones."""
+    """Return the reports of all ranks, or of the first `_MOST_STACKS`, after each had time to answer."""
     result = dict(known)
     store = default_store()
     until = time.monotonic() + 2 * max(_LOOK_S, world_size() / 2000)
@@ -289,7 +289,7 @@ def _reports(asked: str, known: Mapping[int, Sequence[Notes]], silent: Sequence[
     while left:
         for rank in left:
             note, places = _written(store, rank, asked)
-            # Where it failed says more than where it stands now, which is here.
+            # Prefer the stack of the failure: a failed rank's current position is only this exchange.
             if found := [note] if note is not None and "stack" in note else places:
                 result[rank] = found
         left = [rank for rank in left if rank not in result]
@@ -300,17 +300,18 @@ def _reports(asked: str, known: Mapping[int, Sequence[Notes]], silent: Sequence[
 
 
 def _causes(result: Followed, call: Call) -> dict[int, Cause]:
-    """Keep those that explain most: one that is gone may be why others are elsewhere, and that, why others are busy."""
+    """Keep the causes that explain the others."""
+    # A lost rank may be why others are elsewhere, and that why some are busy.
     known = {**dict.fromkeys(result.silent, Cause("gone", GONE)), **result.causes}
     for kinds in (("gone", "raised"), ("elsewhere",), ("busy",)):
         if causes := {rank: it for rank, it in sorted(known.items()) if it.kind in kinds}:
             return causes
-    # All wait in this function: then not all have called it from the same place, or in the same step.
+    # All ranks wait in this function, so some called it at a different place or in a different step.
     return {r: Cause("elsewhere", at, call.function) for r, at in sorted(result.met.items()) if at and at != str(call)}
 
 
 def _host() -> int | None:
-    """Return the rank with which the store ends."""
+    """Return the rank that serves the store, if one does."""
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return 0 if is_served_by_rank(default_store()) and not agents else None
 

@@ -1,4 +1,4 @@
-"""Compare what all ranks are about to do, before calls that are rare, where no other bytes travel."""
+"""Check that all ranks are in the same call, at the start of rare collective calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 _Args = ParamSpec("_Args")
 
 _REMIND_S = 10.0
-_SPEAKERS = 2  # so many ranks say that they wait for others
+_SPEAKERS = 2  # ranks that log that they wait for others
 
 _log = logging.getLogger("fsharding")
 _timeout = timedelta(minutes=10)
@@ -49,7 +49,7 @@ _meeting: tuple[Any, dist.ProcessGroup] | None = None
 
 
 def set_meeting(timeout: timedelta, mesh: DeviceMesh | None = None) -> None:
-    """Set how long ranks wait for each other in `meet` from here on, and which mesh was made last."""
+    """Set the timeout of `meet`, and the latest mesh."""
     global _timeout
     _timeout = timeout
     if _meeting is not None and _meeting[0] is dist.group.WORLD:
@@ -60,7 +60,7 @@ def set_meeting(timeout: timedelta, mesh: DeviceMesh | None = None) -> None:
 
 @contextmanager
 def kept_as_it_was() -> Generator[None]:
-    """Restore after this block how ranks meet, and which mesh was made last."""
+    """Restore the timeout of `meet`, its group and the latest mesh after this block."""
     global _timeout, _meeting
     timeout, meeting, latest = _timeout, _meeting, set_latest_mesh(None)
     set_latest_mesh(latest)
@@ -74,12 +74,10 @@ def kept_as_it_was() -> Generator[None]:
 
 
 def meet(number: int = 0) -> list[int]:
-    """Return the int64 of each rank, once all ranks are in the same call; only this rank's outside of a `naming_lost`.
-
-    Raises a RuntimeError, of which `naming_lost` makes a `RankError`, if some are in another call, or in none in time.
-    """
-    # Ranks that are in different calls would take each other's bytes for their own. So every rank sends 16 bytes in a
-    # group of which nothing else makes use, and which call it is in is half of them.
+    """Return the int64 of each rank once all are in the same call; outside of a `naming_lost`, only this rank's."""
+    # Ranks in different calls would use each other's bytes as their own. So every rank first sends 16 bytes in a group
+    # that nothing else uses: a hash of its call, and the number. `naming_lost` turns the RuntimeError of a difference
+    # or a timeout into a `RankError`.
     entry = entry_here()
     if entry is None:
         return [number]
@@ -98,7 +96,7 @@ def meet(number: int = 0) -> list[int]:
 
 
 def called_by_all(fn: Callable[_Args, _T]) -> Callable[_Args, _T]:
-    """Have all ranks that there are begin a public function with `meet`, inside `naming_lost`; `public` comes first."""
+    """Have all ranks begin a public function with `meet`, inside `naming_lost`; `public` is the outer decorator."""
 
     @functools.wraps(fn)
     def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _T:
@@ -111,7 +109,7 @@ def called_by_all(fn: Callable[_Args, _T]) -> Callable[_Args, _T]:
 
 @contextmanager
 def _reminding(entry: naming_lost) -> Generator[None]:
-    """Log which ranks are where when this block takes long: the timeout may be minutes away."""
+    """Log where each rank is if this block takes long: the timeout may be minutes away."""
     timer = threading.Timer(_REMIND_S, _remind, (entry.call(), entry.mesh))
     timer.daemon = True
     if own_rank() < _SPEAKERS:
@@ -136,7 +134,7 @@ def _remind(call: Call, mesh: Any) -> None:
         if followed.causes or followed.silent:
             rule = f"has waited for the other ranks for {_REMIND_S:g} s on rank {own_rank()}."
             rows = table(call, followed, whose(mesh))
-            _log.warning(report(f"{call.function} {rule}", rows, "All ranks have to call it."))
+            _log.warning(report(f"{call.function} {rule}", rows, "Call it on all ranks."))
 
 
 def _meeting_group() -> dist.ProcessGroup:

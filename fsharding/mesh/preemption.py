@@ -1,6 +1,6 @@
-"""Preemption: a signal on one rank, or a deadline, as one bit that every rank has after the same step.
+"""Preemption: a signal on one rank, or a deadline, stops all ranks after the same step.
 
-Guarantee: ranks that step together are told after the same step, and no number of the step depends on the bit.
+Each step sums one bit over the ranks; no other number of the step depends on it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from fsharding.mesh.rendezvous import under_launcher
 
 __all__ = ["SIGNALS", "Watch", "agree", "parse_deadline", "pending", "requested", "watch"]
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that schedulers send before they kill: SIGTERM, and SIGUSR1 where one asks Slurm for it."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send before they kill: Slurm can be told to send SIGUSR1
 
 
 class Watch:
-    """The stop request that this rank has received inside `watch`.
+    """The stop requests that this rank has received in a `watch` block.
 
     Attributes:
-        received: the signal that came last; None before any.
-        deadline: seconds since 1970; None without one.
-        margin: how long before the deadline the bit is set; may be changed as steps and saves are measured.
+        received: The last signal, or None.
+        deadline: Unix time in seconds, or None.
+        margin: How long before the deadline to request a stop. You may change it as you measure steps and saves.
 
     Example:
         >>> from datetime import timedelta
@@ -54,25 +53,28 @@ class Watch:
         self._near = False
 
     def pending(self) -> bool:
-        """Whether this rank wants to stop: a signal has come, or the deadline is near. Once true, always true."""
+        """Return whether this rank requests a stop: it received a signal, or the deadline is near. It stays true."""
         if self.deadline is not None and not self._near:
             self._near = time.time() >= self.deadline - self.margin.total_seconds()
         return self.received is not None or self._near
 
     def reason(self) -> str:
-        """Why this rank wants to stop, in words."""
+        """Return why to stop, such as "SIGTERM"."""
         if self.received is not None:
             return self.received.name
         if self._near and self.deadline is not None:
             return f"the deadline at {datetime.fromtimestamp(self.deadline):%Y-%m-%d %H:%M:%S}"
-        return "another rank was told to"
+        return "a stop request on a different rank"
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: set a flag, since Python calls this between any two instructions.
+        """Handle a signal: set a flag only, because Python may call it between any two instructions.
+
+        Args:
+            number: Number of the signal.
+            frame: Current frame, unused.
 
         Raises:
-            KeyboardInterrupt: SIGINT for the second time. Under a launcher, which may have forwarded the first one, the
-                launcher decides.
+            KeyboardInterrupt: A second SIGINT, except under a launcher, which may have forwarded the first one.
         """
         if number == signal.SIGINT and not under_launcher():
             if self.received is signal.SIGINT:
@@ -82,13 +84,13 @@ class Watch:
 
 
 def announce() -> None:
-    """Tell the user that a first SIGINT was noticed. Writes as a handler may."""
-    os.write(2, b"\nSIGINT: saves and ends after the step under way; a second one ends at once, without saving.\n")
+    """Acknowledge a first SIGINT, with a write that is safe in a signal handler."""
+    os.write(2, b"\nSIGINT: saves and exits after this step; a second SIGINT exits immediately, without saving.\n")
 
 
 _active: Watch | None = None
 _agreed: bool | Tensor = False
-"""Whether ranks of the last sum want to stop, the same on all ranks of its mesh. A tensor until it is asked for."""
+"""Whether any rank of the last sum requested a stop; equal on all of them. A tensor until it is read."""
 
 
 @public
@@ -98,31 +100,32 @@ def watch(
     deadline: datetime | timedelta | None = None,
     margin: timedelta = timedelta(0),
 ) -> AbstractContextManager[Watch]:
-    """Takes signals as the wish to stop after a step, until the `with` block ends; then the handlers before are back.
+    """Turn signals and a deadline into requests to stop after a step, until the `with` block ends.
 
-    Enter it on every rank, in the main thread. A signal, the first or a later one, interrupts nothing: a save, an
-    evaluation or a compilation that is under way goes on, and the next step carries the bit. Signals that were blocked
-    are let through inside. SIGINT stays `KeyboardInterrupt` unless it is listed; then the second one is.
+    Enter it on every rank, in the main thread. Signals interrupt nothing: a save, an evaluation or a compilation
+    finishes, and the next step passes the request to all ranks. Blocked signals are unblocked in the block. SIGINT
+    raises `KeyboardInterrupt` as usual; if it is in `signals`, only the second one does. The previous handlers are
+    restored at the end.
 
     Args:
-        signals: which; empty for a deadline alone.
-        deadline: when this process has to be gone, or after how long. A time without a zone is local.
-        margin: how long before the deadline to ask: longer than a step and a save.
+        signals: Signals to handle; empty for a deadline only.
+        deadline: When this process has to exit: a time, local if it has no time zone, or a duration from now.
+        margin: How long before the deadline to request a stop; longer than a step and a save.
 
     Returns:
-        A `Watch`, whose `margin` may be changed and whose `reason()` says what came.
+        A context manager that returns a `Watch`.
 
     Raises:
-        ArgumentError: it is not the main thread, which alone can have handlers; it is open already; or a deadline of
-            another kind, or something that is no signal or cannot be handled.
+        ArgumentError: The thread isn't the main thread, a `watch` is already open, the deadline is neither a datetime
+            nor a timedelta, or a signal can't be handled.
 
     Example:
         >>> import signal
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> with fs.preemption.watch() as watch:
         ...     for step in range(1000):
-        ...         signal.raise_signal(signal.SIGTERM)  # as a scheduler does that wants its machines back
-        ...         if fs.preemption.requested(mesh):  # without a mesh after a train step, which asks all ranks
+        ...         signal.raise_signal(signal.SIGTERM)  # as a scheduler does before it preempts a job
+        ...         if fs.preemption.requested(mesh):  # requested() after a train step, which compares all ranks
         ...             break  # after fs.checkpoint.save(...)
         >>> step, watch.reason()
         (0, 'SIGTERM')
@@ -133,10 +136,10 @@ def watch(
     if _active is not None:
         raise ArgumentError(message("is open already.", mend="Open it once, around the run."))
     if signals and threading.current_thread() is not threading.main_thread():
-        mend = "Open it in the main thread, or give signals=() and a deadline."
-        raise ArgumentError(message("is opened in a thread without signals.", mend=mend))
+        mend = "Open it in the main thread, or pass signals=() and a deadline."
+        raise ArgumentError(message("needs the main thread to handle signals.", mend=mend))
     if wrong := [x for x in signals if not isinstance(x, signal.Signals) or x in (signal.SIGKILL, signal.SIGSTOP)]:
-        mend = "Give some of signal.Signals, such as signal.SIGTERM; SIGKILL and SIGSTOP reach no handler."
+        mend = "Pass signal.Signals such as signal.SIGTERM; SIGKILL and SIGSTOP cannot be handled."
         raise refuse("signals that can be handled", wrong[0], mend)
     when = datetime.now() + deadline if isinstance(deadline, timedelta) else deadline
     return _watching(Watch(None if when is None else when.timestamp(), margin), signals)
@@ -144,16 +147,16 @@ def watch(
 
 @contextmanager
 def handling(signals: Collection[signal.Signals], handle: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """Handle signals in this block, blocked ones too; the handlers and the mask from before are back after it."""
+    """Handle signals in this block, also blocked ones; then restore the previous handlers and mask."""
     before = {number: signal.signal(number, handle) for number in signals}
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:
         yield
     finally:
-        # Blocked before unhandled: what was saved, or the result, stands, and a signal of this moment changes nothing.
+        # Restore the mask first: a signal that was blocked before must not reach the previous handler in between.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
-            # None: not set from Python, so that Python cannot set it again.
+            # None is a handler that wasn't set from Python, which Python can't set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
@@ -171,17 +174,21 @@ def _watching(opened: Watch, signals: Sequence[signal.Signals]) -> Generator[Wat
 
 @public
 def requested(mesh: Mesh | None = None) -> bool:
-    """Whether to save and stop: the same on all ranks of a mesh, because it is what their last step's sum said.
+    """Return whether to save and stop: the same on all ranks that step together.
 
-    It changes inside collective calls only, a train step or `requested(mesh)`: what comes in between shows after the
-    next one. So all ranks leave a loop over steps after the same one. A single process agrees with itself and
-    sees its own signals and deadline at once. Outside of `watch` a rank has no wish of its own, and hears the others'.
+    The result changes only in collective calls: a train step, or `requested(mesh)`. So all ranks leave a training loop
+    after the same step. A single process sees its signals and its deadline immediately. A rank outside of `watch`
+    requests no stop, but sees the requests of others.
 
     Args:
-        mesh: asks all its ranks now. Collective; for loops without train steps, such as an evaluation.
+        mesh: Mesh whose ranks to compare now; then the call is collective. For loops without train steps, such as an
+            evaluation.
+
+    Returns:
+        True if any rank requested a stop.
 
     Raises:
-        RankError: with a mesh: another rank is gone, or does not answer within the timeout of the mesh.
+        RankError: With `mesh`: a rank has exited, or didn't answer before the timeout of the mesh.
 
     Example:
         >>> import signal
@@ -190,24 +197,27 @@ def requested(mesh: Mesh | None = None) -> bool:
         ...     signal.raise_signal(signal.SIGUSR1)
         ...     fs.preemption.requested(mesh)
         True
-        >>> fs.preemption.requested(mesh)  # outside of watch a rank has no wish
+        >>> fs.preemption.requested(mesh)  # outside of watch
         False
     """
     global _agreed
     if mesh is not None:
         with naming_lost("fs.preemption.requested", mesh):
             ranks, device = everyone(mesh), getattr(mesh, "device_type", "cpu")
-            wish = pending()
+            stop = pending()
             if ranks.process_group is not None:
-                wish = any(gather_numbers(int(wish), ranks.size, ranks.process_group, device))
-            _agreed = wish
+                stop = any(gather_numbers(int(stop), ranks.size, ranks.process_group, device))
+            _agreed = stop
     elif isinstance(_agreed, Tensor):
         _agreed = bool(_agreed)
     return _agreed is True or (world_size() == 1 and pending())
 
 
 def pending() -> bool:
-    """Whether this rank wants to stop; `requested` says it of all ranks.
+    """Return whether this rank requests a stop; `requested` combines all ranks.
+
+    Returns:
+        True after a signal, or near the deadline, inside `watch`.
 
     Example:
         >>> import signal
@@ -222,20 +232,20 @@ def pending() -> bool:
 
 
 def agree(count: Tensor) -> None:
-    """Ends a step: `requested` says from here whether any rank wanted to stop.
+    """Set what `requested` returns after a step; for custom step functions.
 
     Args:
-        count: of the ranks that do, 0-d, summed over all ranks that stepped together.
+        count: Number of ranks that request a stop, 0-d: `pending()` summed over all ranks that step together.
 
     Example:
-        >>> for count in (1, 0):  # one rank wants to stop, then none
+        >>> for count in (1, 0):  # one rank requests a stop, then none
         ...     fs.preemption.agree(torch.tensor(count))
         ...     fs.preemption.requested()
         True
         False
     """
     global _agreed
-    # Read on request, so that a step does not wait for a device.
+    # `requested` reads the tensor, so that a step doesn't wait for a device.
     _agreed = count > 0
 
 
@@ -246,14 +256,17 @@ _UNITS = ("days", "hours", "minutes", "seconds")
 
 @public
 def parse_deadline(text: str) -> datetime:
-    """Reads a deadline as the command line takes it.
+    """Parse a deadline in the format of the command line.
 
     Args:
-        text: how long from now, such as `3h50m`, `2d`, `90s` or `5400`, which are seconds; a time, such as
-            `2030-01-31T18:00`; or `slurm`, the end of the job that Slurm tells in `SLURM_JOB_END_TIME`.
+        text: Duration from now, such as `3h50m`, `2d`, `90s` or `5400` (seconds); a time, such as
+            `2030-01-31T18:00`; or `slurm`, the job's end in `SLURM_JOB_END_TIME`.
+
+    Returns:
+        A local time without a time zone, unless `text` has one.
 
     Raises:
-        ConfigError: none of these, or Slurm tells no end.
+        ConfigError: The text has none of these formats, or Slurm hasn't set an end.
 
     Example:
         >>> fs.preemption.parse_deadline("2030-01-31T18:00")
@@ -265,12 +278,12 @@ def parse_deadline(text: str) -> datetime:
 
 
 def read_deadline(text: str) -> datetime:
-    """Read a deadline for a caller that has another public name, such as an option of the command line."""
+    """Parse a deadline; errors name the calling function, such as an option of the command line."""
     if text == "slurm":
         end = os.environ.get("SLURM_JOB_END_TIME", "")
         if not end.isdecimal():
-            rule = f"finds no end of the job: SLURM_JOB_END_TIME is {end!r}."
-            raise ConfigError(message(rule, mend="Give the deadline as a duration, such as 3h50m."))
+            rule = f"cannot find the end of the job: SLURM_JOB_END_TIME is {end!r}."
+            raise ConfigError(message(rule, mend="Pass the deadline as a duration, such as 3h50m."))
         return datetime.fromtimestamp(int(end))
     result = _DURATION.fullmatch(text)
     try:

@@ -1,7 +1,4 @@
-"""A process that is one local rank, from its first instruction to its answer.
-
-Guarantee: a rank ends with its launcher, however that ends; a rank answers once, or its end is the answer.
-"""
+"""The process of a local rank, which sends one answer, or none if it dies, and ends with its launcher."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class Answer(NamedTuple):
-    """The answer of a rank."""
+    """The result of a rank."""
 
-    value: Any = None  # what its function returned
-    error: str = ""  # why it failed; "" if it did not
-    blames_others: bool = False  # whether it failed because another rank did
+    value: Any = None  # the function's return value
+    error: str = ""  # text of the exception, or ""
+    blames_others: bool = False  # whether it failed because a different rank did
 
 
 def run_rank(launcher: int, variables: Mapping[str, str], call: bytes, pipe: Connection) -> None:
@@ -40,11 +37,11 @@ def run_rank(launcher: int, variables: Mapping[str, str], call: bytes, pipe: Con
     except Exception as error:
         answer = Answer(error=_described(error))
         sent = pickle.dumps(answer)
-    # Not `send`: torch would share the memory of a tensor, which ends with this process.
+    # Not `send`: torch would send tensors as shared memory, which ends with this process.
     pipe.send_bytes(sent)
     pipe.close()
     if answer.error:
-        # The end of Python would wait for threads that wait for lost ranks.
+        # Python's shutdown would wait for threads that wait for lost ranks.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -59,7 +56,7 @@ def _answer(call: bytes) -> Answer:
 
 
 def _described(error: BaseException) -> str:
-    """An error in its own words, with the stack if it is none of ours."""
+    """Format an error, with its stack unless it is ours."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, FshardingError):
         return text
@@ -67,8 +64,8 @@ def _described(error: BaseException) -> str:
 
 
 def _end_with(launcher: int) -> None:
-    """Have Linux kill this process when its launcher ends, which may have happened already."""
+    """Have Linux kill this process when its launcher ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
+    if os.getppid() != launcher:  # it ended before the request
         os._exit(1)

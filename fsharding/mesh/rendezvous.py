@@ -1,7 +1,4 @@
-"""Where ranks of one machine meet, and on which addresses they listen: nowhere that another machine can reach.
-
-Guarantee: a variable that the user has set is left as it is.
-"""
+"""Rendezvous of ranks, and the addresses that local ranks listen on: only the loopback interface by default."""
 
 from __future__ import annotations
 
@@ -25,39 +22,35 @@ __all__ = [
     "shares_launchers_store", "under_launcher",
 ]  # fmt: skip
 
-INIT_METHOD = "FSHARDING_INIT_METHOD"
-"""The variable with torch's `init_method` of the default process group; by default torch's own, `env://`."""
-
-FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""torch's variable; with 1 the ranks of each start meet in a store of their own, served by rank 0."""
-
+INIT_METHOD = "FSHARDING_INIT_METHOD"  # variable with the `init_method` of the default process group; else `env://`
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's variable; "1" is a new store per start, served by rank 0
 
 _REMIND_S = 10.0
 _LOOK_S = 0.02
-_SPEAKERS = 2  # so many ranks say that they wait
+_SPEAKERS = 2  # ranks that log that they wait for others
 
 _log = logging.getLogger("fsharding")
 
 
 def under_launcher() -> bool:
-    """Whether a launcher such as torchrun has started this process."""
+    """Return whether a launcher such as torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def shares_launchers_store() -> bool:
-    """Whether torchrun has started ranks on several machines, which would meet in one store at every start."""
+    """Return whether torchrun started ranks on several machines that share its store across restarts."""
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
     return several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def loopback() -> str | None:
-    """The interface that leads nowhere but to this machine; None where there is none under the usual name."""
+    """Return the name of the loopback interface; None if it isn't the usual one."""
     usual = "lo0" if sys.platform == "darwin" else "lo"
     return usual if usual in (name for _, name in socket.if_nameindex()) else None
 
 
 def local_variables() -> dict[str, str]:
-    """Variables for local ranks besides those that are set: they keep gloo and NCCL on the loopback interface."""
+    """Return variables, unless the user has set them, that keep gloo and NCCL on the loopback interface."""
     interface = loopback()
     names = () if interface is None else ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     wanted = {"TORCH_GLOO_LAZY_INIT": "1", **{name: str(interface) for name in names}}
@@ -65,16 +58,15 @@ def local_variables() -> dict[str, str]:
 
 
 def init_arguments() -> dict[str, str]:
-    """Where ranks meet: an "init_method", or a "prefix" in a launcher's store; nothing at a first start of torchrun."""
-    # torch reads the number of the rank from the environment by itself with `env://` only. When torchrun starts the
-    # ranks of one machine again, they meet in the store of the start before, with addresses of processes that are gone
-    # in it: so each start has a prefix of its own there. Agents of several machines count their restarts apart, and
-    # have no number in common to make a prefix of; a store of each start's own is what `FRESH_STORE` gives.
+    """Return the rendezvous: an "init_method", a "prefix" in the launcher's store, or nothing for torch's default."""
+    # When torchrun restarts the ranks of one machine, they use the same store, which still has the addresses of dead
+    # processes: so each restart gets a prefix. Agents of several machines count restarts separately, so they have no
+    # common number for a prefix; there, `FRESH_STORE` gives each start a new store.
     method = os.environ.get(INIT_METHOD)
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if start != "0" and not method and shares_launchers_store():
-        rule = f"cannot start the ranks of {os.environ['GROUP_WORLD_SIZE']} machines again in the store of torchrun."
-        rows = ["It has the addresses of ranks that are gone, and new ranks would wait for those."]
+        rule = f"cannot restart the ranks of {os.environ['GROUP_WORLD_SIZE']} machines in the store of torchrun."
+        rows = ["It has the addresses of dead ranks, and new ranks would wait for those."]
         raise ConfigError(message(rule, rows, f"Start torchrun with {FRESH_STORE}=1 on every machine."))
     if method:
         return {"init_method": method}
@@ -82,19 +74,19 @@ def init_arguments() -> dict[str, str]:
 
 
 def meet_all(timeout: timedelta) -> dict[str, Any]:
-    """Wait until every rank is there, and return the arguments of `init_process_group` with which they meet."""
-    # After 10 s ranks 0 and 1 log which ranks they wait for, and where.
+    """Wait for all ranks, and return the arguments of `init_process_group`."""
+    # Waiting here, and not in torch, lets ranks 0 and 1 log after 10 s which ranks are missing, and at which address.
     where = init_arguments()
     url = where.get("init_method", "env://")
     needed = ("WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if url == "env://" else ()))
     if missing := [f"{name} is not set" for name in needed if name not in os.environ]:
         mend = "Start the program with torchrun, or unset RANK for one process."
-        raise ConfigError(message("finds RANK, but not all that a launcher sets.", missing, mend))
+        raise ConfigError(message("finds RANK, but not all variables of a launcher.", missing, mend))
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if url == "env://" else url
     until = time.monotonic() + timeout.total_seconds()
-    # Rank 0 serves the store.
+    # Until rank 0 serves the store, the others can only wait for rank 0.
     timer = threading.Timer(_REMIND_S, call_as, (public_name(), _remind, rank, size, place, [0]))
     timer.daemon = True
     timer.start()
@@ -111,18 +103,18 @@ def meet_all(timeout: timedelta) -> dict[str, Any]:
     finally:
         timer.cancel()
     if lost:
-        rows = [f"{rank_numbers(lost)}: not there after {timeout.total_seconds():g} s"]
+        rows = [f"{rank_numbers(lost)}: no call after {timeout.total_seconds():g} s"]
         raise RankError(_not_met(rank, size, place, rows), ranks=tuple(lost))
     return {"store": prefixed("default_pg", store), "rank": rank, "world_size": size}
 
 
 def _wait(store: Any, rank: int, size: int, until: float, place: str) -> list[int]:
-    """Wait in a store for all ranks; those that are not there in time."""
+    """Wait in a store for all ranks; return those that are missing at the timeout."""
     store.set(str(rank), "")
     if store.add("count", 1) >= size:
         store.set("all", "")
     remind = time.monotonic() + _REMIND_S
-    # Not the store's own wait: torch logs a warning when that is over.
+    # Not the store's `wait`: torch logs a warning if it times out.
     while not store.check(["all"]):
         now = time.monotonic()
         if now > min(remind, until):
@@ -138,10 +130,9 @@ def _wait(store: Any, rank: int, size: int, until: float, place: str) -> list[in
 def _remind(rank: int, size: int, place: str, lost: list[int]) -> None:
     if rank < _SPEAKERS:
         rule = f"on rank {rank} is waiting for {len(lost)} of {size} ranks at {place}: {rank_numbers(lost)}."
-        mend = "Every rank has to call it. For one process, unset RANK and WORLD_SIZE."
-        _log.warning(message(rule, mend=mend))
+        _log.warning(message(rule, mend="Call it on every rank. For one process, unset RANK and WORLD_SIZE."))
 
 
 def _not_met(rank: int, size: int, place: str, rows: list[str]) -> str:
-    mend = "Every rank has to call it; look at what the others said last. For one process, unset RANK and WORLD_SIZE."
+    mend = "Call it on every rank, and look at the logs of the others. For one process, unset RANK and WORLD_SIZE."
     return message(f"on rank {rank} has not met all of {size} ranks at {place}.", rows, mend)

@@ -1,7 +1,4 @@
-"""The end of a process that has talked to others: it waits for those who still hold something of Python's.
-
-Guarantee: it waits for a second at most.
-"""
+"""Let other threads come to rest before Python's shutdown, for at most a second."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ _LOOK_S = 1e-3
 
 @functools.cache
 def rest_at_exit() -> None:
-    """Has this process wait for its other threads before it ends; once is enough."""
+    """Make this process wait for its other threads before it exits; further calls do nothing."""
     atexit.register(let_others_finish)
 
 
 def let_others_finish(busy: Callable[[], bool] | None = None) -> None:
-    """Waits until all other threads of this process are found asleep twice in a row, or the time is over."""
-    # Twice, because one that waits for the interpreter sleeps as well: it gets it between two looks.
+    """Wait until all other threads are asleep twice in a row, or a time limit."""
+    # Twice, because a thread that waits for the interpreter lock is asleep, too; it gets the lock in between.
     look = busy or _others_run
     until = time.monotonic() + _LIMIT_S
     quiet = 0
@@ -41,7 +38,7 @@ def _others_run() -> bool:
 
 
 def state_of(task: Path) -> str:
-    """Linux's letter for what a process or a thread does, such as R, S or Z, from its directory; X where it is gone."""
+    """Return Linux's letter for the state of a process or thread directory, such as R, S or Z; X if it has exited."""
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

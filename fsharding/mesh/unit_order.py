@@ -1,6 +1,6 @@
-"""What a rank does in one collective call: the units that it gathers and reduces, in order, as a hash and as text.
+"""Record the units that a rank gathers and reduces in one collective call, in order, as a hash and as text.
 
-Guarantee: equal sequences have equal hashes on every machine; a note keeps no tensor alive.
+Equal sequences have equal hashes on every machine; a record keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ _T = TypeVar("_T", bound=Hashable)
 DIGEST_BITS = 64
 _MASK = (1 << DIGEST_BITS) - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
-_KEPT = 1024  # notes that are kept for the text of an error; the hash is of all of them
+_KEPT = 1024  # notes kept for error messages; the hash covers all
 _END = "ends"
-COUNTED = "state.step"  # the name of the fact about a number of updates that a device counts
-SAME_CONSTANTS = "computes with"  # the kind of a note about buffers and tensor attributes of a module
-SAME_KEYS = "uses the key"
-"""The kind of a note about the key of a run and the number of the step, from which keys of a step follow."""
-SAME_RATES = "was last updated with"  # the kind of a note about the learning rates of the update before
+COUNTED = "state.step"  # name of the fact about a step count on the device
+SAME_CONSTANTS = "computes with"  # kind of a note about buffers and tensor attributes of a module
+SAME_KEYS = "uses the key"  # kind of a note about the run's key and the number of the step
+SAME_RATES = "was last updated with"  # kind of a note about the learning rates of the previous update
 
 Site = tuple[str, int]  # file and line of the user's call
 
 
 class UnlikeRanks(RuntimeError):
-    """Ranks that have to do the same do not; `naming_lost` makes a `RankError` of it."""
+    """Ranks that have to do the same differ; `naming_lost` turns it into a `RankError`."""
 
-    # `ranks`: global ranks that compared, all of which raise it.
+    # `ranks`: the global ranks that compared; all of them raise it.
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__("ranks that have to do the same differ")
@@ -46,14 +45,14 @@ class UnlikeRanks(RuntimeError):
 
 
 class Comparison(NamedTuple):
-    """How ranks compare a number."""
+    """A way to compare a number between ranks."""
 
     ranks: Sequence[int]
-    ask: Callable[[int], Sequence[int]]  # given this rank's int64, the numbers of all of them. Collective
+    ask: Callable[[int], Sequence[int]]  # all-gathers an int64 of each rank
 
 
 class Difference(NamedTuple):
-    """What differs between ranks: the text of an error, and the ranks that are fewest."""
+    """A difference between ranks: the error's text, and the ranks in the minority."""
 
     text: str
     ranks: tuple[int, ...]
@@ -73,9 +72,9 @@ class _Note(NamedTuple):
 class UnitOrder:
     """The units of one call, in order."""
 
-    # `digest`: a hash of kinds and units since `restart`, `DIGEST_BITS` wide.
-    # `facts`: what ranks of one data position have to share, by name, as callables: they are asked for an error only.
-    # `names`: of leaves by their storage, for gathers of leaves that no tree of parameters names.
+    # `digest`: hash of kinds and units since `restart`, `DIGEST_BITS` wide.
+    # `facts`: what ranks with the same data have to share, by name; callables, because only errors need the values.
+    # `names`: names of leaves by storage, for gathers of leaves that aren't in a parameter tree.
 
     def __init__(self) -> None:
         self.digest = 0
@@ -88,31 +87,31 @@ class UnitOrder:
 
     @property
     def compares(self) -> bool:
-        """Whether notes are compared."""
+        """Whether each note is compared between ranks."""
         return self._comparison is not None
 
     @property
     def compares_plans(self) -> bool:
-        """Whether members of a group also compare what each collective is to do."""
+        """Whether the plan of each collective is compared, too."""
         return self._always is not None
 
     def restart(self) -> None:
-        """Begin a sequence."""
+        """Start a new sequence."""
         self.digest = 0
         self._count = 0
         self._comparison = self._always
         self._notes.clear()
 
     def compare(self, comparison: Comparison) -> None:
-        """Compare the hash at each note of this sequence, among ranks that have to do the same."""
+        """Compare the hash at each note of this sequence."""
         self._comparison = comparison
 
     def compare_always(self, comparison: Comparison) -> None:
-        """Compare the hash at each note of this sequence and of those that follow it in the same call."""
+        """Compare the hash at each note of this sequence and of later ones in the same call."""
         self._comparison = self._always = comparison
 
     def note(self, kind: str, unit: Hashable, name: Callable[[], str], site: Site | None) -> None:
-        """Note that the collectives of a unit start now."""
+        """Record that the collectives of a unit start."""
         code = _code(kind, unit)
         self.digest = (self.digest * _MULTIPLIER + code) & _MASK
         self._notes.append(_Note(code, kind, name, site))
@@ -123,14 +122,14 @@ class UnitOrder:
                 raise UnlikeRanks(self._comparison.ranks)
 
     def end(self, what: str) -> None:
-        """Note that a part of the call ends, so a rank with fewer units is told from one with more."""
+        """Record the end of a phase, so that a rank with fewer units than the others has a different hash."""
         self.note(_END, what, lambda: f"its {what}", None)
 
     def report(self, *, facts: bool = True) -> dict[str, Any]:
-        """The sequence, and facts if they are wanted, as JSON can say it."""
+        """Return the sequence, and optionally the facts, as JSON values."""
         notes = [(note.code, note.words()) for note in self._notes.copy()]
-        said = {name: text() for name, text in self.facts.items()} if facts else {}
-        return {"count": self._count, "units": notes, "facts": said}
+        values = {name: text() for name, text in self.facts.items()} if facts else {}
+        return {"count": self._count, "units": notes, "facts": values}
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -139,33 +138,29 @@ def _code(kind: str, unit: Hashable) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------- the words
-Who = Callable[[Sequence[int]], str]  # words ranks, with their coordinates
+Who = Callable[[Sequence[int]], str]  # names ranks, with their coordinates
 
 _ORDER = (
     "Gather the same units in the same order on every rank: choose branches and dropped layers by a key that all ranks"
-    " share, such as the step's, and gather a unit on the ranks that don't need it, too."
+    " share, such as the step's, and gather a unit also on ranks that don't need it."
 )
 SAME_BUFFERS = (
     "Build the module from one seed or file on every rank, or send the buffers of one rank to all before"
     " fs.functionalize: torch.distributed.broadcast(buffer, 0)."
 )
-"""The edit for modules whose buffers differ between ranks."""
 _RATES = (
-    "Compute rates from the count alone, or from numbers that all ranks share, such as metrics.loss. Continue from a"
-    " checkpoint of before that update."
+    "Compute rates from the count alone, or from numbers that all ranks share, such as metrics.loss. Resume from a"
+    " checkpoint before that update."
 )
-_STEPS = "Give every rank the same state.key and state.step: the keys that a step draws with follow from both."
-_ROWS = (
-    "Ranks along tp and pp read the same rows: take them with fs.local_batch(batch, mesh), or by"
-    " fs.data_rank_and_size(mesh)."
-)
+_STEPS = "Use the same state.key and state.step on every rank: a step derives its keys from both."
+_ROWS = "Read the same rows on ranks along tp and pp: use fs.local_batch(batch, mesh), or fs.data_rank_and_size(mesh)."
 
 
 def differences(
     reports: Mapping[int, Mapping[str, Any]], coordinates: Mapping[int, Mapping[str, int]], who: Who
 ) -> Difference | None:
-    """The text about ranks whose sequences or facts differ; None if those that are known do not."""
-    # A sequence that ends where another one goes on is no difference: its rank may only be slower.
+    """Word how the sequences or facts of ranks differ; None if they don't."""
+    # A sequence that is a prefix of a different one doesn't count: its rank may only be slower.
     for ranks in _sharing(reports, coordinates, apart=("pp",)):
         if rows := _at_first_difference({rank: reports[rank] for rank in ranks}):
             odd = rows[0][0]
@@ -186,18 +181,17 @@ def differences(
             for some, text in parts
         ]
         if rows:
-            rule = f"gets different rows on {who(sorted(ranks))}, which have to read the same."
+            rule, mend = f"gets different rows on {who(sorted(ranks))}, which have to read the same.", _ROWS
             if rows[0].startswith(f"{COUNTED}: "):
-                rule = f"gets states of different steps on {who(sorted(ranks))}."
-                return Difference(message(rule, rows, _STEPS), tuple(ranks))
-            return Difference(message(rule, rows, _ROWS), tuple(ranks))
+                rule, mend = f"gets states of different steps on {who(sorted(ranks))}.", _STEPS
+            return Difference(message(rule, rows, mend), tuple(ranks))
     return None
 
 
 def _sharing(
     reports: Iterable[int], coordinates: Mapping[int, Mapping[str, int]], apart: Sequence[str]
 ) -> list[list[int]]:
-    """The ranks with reports, together where they have the same coordinates along some axes."""
+    """Group the ranks that have reports by their coordinates along some axes."""
     result: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(reports):
         place = coordinates.get(rank, {})
@@ -206,7 +200,7 @@ def _sharing(
 
 
 def _at_first_difference(reports: Mapping[int, Mapping[str, Any]]) -> list[tuple[list[int], str]]:
-    """Which ranks are at which unit where sequences first differ, the rarest first; nothing if they do not."""
+    """Return the ranks at each unit where sequences first differ, the rarest first; [] if they don't."""
     firsts = {rank: report["count"] - len(report["units"]) for rank, report in reports.items()}
     ends = [report["count"] for report in reports.values()]
     for place in range(max(firsts.values()), max(ends)):
@@ -219,7 +213,7 @@ def _at_first_difference(reports: Mapping[int, Mapping[str, Any]]) -> list[tuple
 
 
 def by_value(values: Mapping[int, _T]) -> list[tuple[list[int], _T]]:
-    """Ranks by their values, the rarest first."""
+    """Group ranks by value, the rarest first."""
     having: dict[_T, list[int]] = {}
     for rank, value in values.items():
         having.setdefault(value, []).append(rank)

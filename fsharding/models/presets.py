@@ -47,7 +47,7 @@ class Recipe:
 
 # ---------------------------------------------------------------------------------------------------- published models
 def llama3_8b() -> Recipe:
-    """Llama 3.1 8B (Grattafiori et al. 2024, arXiv:2407.21783, table 3): 8,030,261,248 parameters.
+    """Build the recipe of Llama 3.1 8B (Grattafiori et al. 2024, arXiv:2407.21783, table 3): 8,030,261,248 parameters.
 
     Example:
         >>> fs.models.presets.llama3_8b().config.layers
@@ -57,7 +57,7 @@ def llama3_8b() -> Recipe:
 
 
 def llama3_70b() -> Recipe:
-    """Llama 3.1 70B (arXiv:2407.21783, table 3): 70,553,706,496 parameters.
+    """Build the recipe of Llama 3.1 70B (arXiv:2407.21783, table 3): 70,553,706,496 parameters.
 
     Example:
         >>> fs.models.presets.llama3_70b().config.layers
@@ -67,7 +67,7 @@ def llama3_70b() -> Recipe:
 
 
 def llama3_405b() -> Recipe:
-    """Llama 3.1 405B (arXiv:2407.21783, table 3): 405,853,388,800 parameters.
+    """Build the recipe of Llama 3.1 405B (arXiv:2407.21783, table 3): 405,853,388,800 parameters.
 
     Example:
         >>> fs.models.presets.llama3_405b().config.layers
@@ -82,7 +82,7 @@ def _llama3(dim: int, layers: int, heads: int, hidden: int) -> DecoderConfig:
 
 
 def qwen2_5_72b() -> Recipe:
-    """Qwen2.5 72B (Qwen Team 2024, arXiv:2412.15115): 72,706,203,648 parameters.
+    """Build the recipe of Qwen2.5 72B (Qwen Team 2024, arXiv:2412.15115): 72,706,203,648 parameters.
 
     Example:
         >>> fs.models.presets.qwen2_5_72b().config.layers
@@ -92,7 +92,7 @@ def qwen2_5_72b() -> Recipe:
 
 
 def mixtral_8x7b() -> Recipe:
-    """Mixtral 8x7B (Jiang et al. 2024, arXiv:2401.04088, table 1): 46,702,792,704 parameters.
+    """Build the recipe of Mixtral 8x7B (Jiang et al. 2024, arXiv:2401.04088, table 1): 46,702,792,704 parameters.
 
     The authors don't publish the factor of the balance loss; this one is from Switch (arXiv:2101.03961).
 
@@ -105,7 +105,7 @@ def mixtral_8x7b() -> Recipe:
 
 
 def deepseek_v3() -> Recipe:
-    """DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, sec. 4.2): 671,026,419,200 parameters.
+    """Build the recipe of DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, sec. 4.2): 671,026,419,200 parameters.
 
     Three dense blocks, then 58 with experts, balanced by 58 x 256 router biases (in the count). Without the multi-token
     prediction module and the sequence-wise balance loss.
@@ -123,7 +123,7 @@ def deepseek_v3() -> Recipe:
 
 # ------------------------------------------------------------------------------------------------------- tiny versions
 def tiny_llama3() -> Recipe:
-    """A tiny Llama 3.1. Its original context is 64 tokens, so short rows already exercise the rotary scaling.
+    """Build the recipe of a tiny Llama 3.1, with an original context of 64 tokens: short rows use the rotary scaling.
 
     Example:
         >>> fs.models.presets.tiny_llama3().config.layers
@@ -134,7 +134,7 @@ def tiny_llama3() -> Recipe:
 
 
 def tiny_qwen2_5() -> Recipe:
-    """A tiny Qwen2.5.
+    """Build the recipe of a tiny Qwen2.5.
 
     Example:
         >>> fs.models.presets.tiny_qwen2_5().config.layers
@@ -144,7 +144,7 @@ def tiny_qwen2_5() -> Recipe:
 
 
 def tiny_mixtral() -> Recipe:
-    """A tiny Mixtral.
+    """Build the recipe of a tiny Mixtral.
 
     Example:
         >>> fs.models.presets.tiny_mixtral().config.layers
@@ -155,7 +155,7 @@ def tiny_mixtral() -> Recipe:
 
 
 def tiny_deepseek_v3() -> Recipe:
-    """A tiny DeepSeek-V3, with an original context of 64 tokens.
+    """Build the recipe of a tiny DeepSeek-V3, with an original context of 64 tokens.
 
     Example:
         >>> [stack.layers for stack in fs.models.presets.tiny_deepseek_v3().config.stacks]

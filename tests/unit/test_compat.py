@@ -406,15 +406,16 @@ def test_pairs_of_other_sizes_are_refused_before_anything_changes(name):
         with pytest.raises(LayoutError) as caught:
             PAIRS[name]([a, b], [torch.ones(4), other])
         assert str(caught.value) == (
-            "fsharding got tensors that do not belong together.\n"
-            f"  number 1: float32[4, 3] on cpu, float32{list(other.shape)} on cpu"
+            "fsharding got tensors that do not match.\n"
+            f"  number 1: float32[4, 3] on cpu, float32{list(other.shape)} on cpu\n"
+            "Pass contiguous tensors of one size, dtype and device."
         )
     with pytest.raises(LayoutError) as caught:
         PAIRS[name]([a, b], [torch.ones(4)])
-    assert str(caught.value) == "fsharding got lists of 2, 1 tensors."
+    assert str(caught.value) == "fsharding got lists of 2, 1 tensors.\nPass lists of equal length."
     with pytest.raises(LayoutError) as caught:
         PAIRS[name]([a] * 99, [torch.ones(1)] * 99)
-    assert len(str(caught.value).split("\n")) == 12 and str(caught.value).endswith("\n  and 89 more")
+    assert str(caught.value).split("\n")[11:-1] == ["  and 89 more"]
     assert not a.any() and not b.any()
 
 
@@ -436,8 +437,8 @@ def test_the_kernel_of_adamw_gets_tensors_that_belong_together(name):
     before = [[x.clone() for x in column] for column in columns]
     with pytest.raises(LayoutError) as caught:
         _compat.fused_adamw_(*columns, [torch.tensor(1.0)] * 2, **ADAM)
-    head, row = str(caught.value).split("\n")
-    assert head == "fsharding got tensors that do not belong together." and row.startswith("  number 0: ")
+    head, row, _ = str(caught.value).split("\n")
+    assert head == "fsharding got tensors that do not match." and row.startswith("  number 0: ")
     assert_bitwise_equal(columns, before)
     columns[place] = columns[place][:1]
     with pytest.raises(LayoutError, match="got lists of "):
@@ -449,11 +450,12 @@ def test_packing_is_of_one_dtype_and_unpacking_of_enough():
     with pytest.raises(LayoutError) as caught:
         _compat.packed(xs)
     assert str(caught.value) == (
-        "fsharding got tensors that do not belong together.\n  number 1: float32[2] on cpu, float64[3] on cpu"
+        "fsharding got tensors that do not match.\n  number 1: float32[2] on cpu, float64[3] on cpu\n"
+        "Pass contiguous tensors of one size, dtype and device."
     )
     with pytest.raises(LayoutError) as caught:
         _compat.unpack(torch.ones(4), xs)
-    assert str(caught.value) == "fsharding got 4 elements for tensors of 5."
+    assert str(caught.value) == "fsharding got 4 elements for tensors of 5.\nPass at least 5 elements."
     assert [x.tolist() for x in _compat.unpack(torch.arange(6), xs)] == [[0, 1], [2, 3, 4]]
 
 

@@ -79,9 +79,9 @@ def test_errors_show_how_to_make_another_value():
     ):
         owner = type(value).__name__
         text = refusal(lambda v=value, n=name: setattr(v, n, 5), kind=FrozenError)
-        assert text == f"{owner} is a value: cannot assign its {name!r}.\nWrite {mend}."
+        assert text == f"{owner} is immutable: cannot assign {name!r}.\nWrite {mend}."
         text = refusal(lambda v=value, n=name: delattr(v, n), kind=FrozenError)
-        assert text == f"{owner} is a value: cannot delete its {name!r}.\nWrite {mend}."
+        assert text == f"{owner} is immutable: cannot delete {name!r}.\nWrite {mend}."
     assert int(state.step) == 0 and isinstance(net, PureModule) and int(state.replace(step=torch.tensor(5)).step) == 5
 
 

@@ -209,12 +209,12 @@ NOWHERE = Path(__file__).with_name("nowhere")
 MISTAKES = {
     "make_mesh(data=2)": (
         MeshError,
-        "fs.make_mesh knows no axis 'data'.",
+        "fs.make_mesh got an unknown axis 'data'.",
         lambda at: fs.make_mesh(data=2),
     ),
     "make_mesh(dp=3)": (
         MeshError,
-        "Use dp=-1 to let dp take what is left.",
+        "Use dp=-1 for the remaining ranks.",
         lambda at: fs.make_mesh(dp=3),
     ),
     "make_mesh(2)": (
@@ -229,12 +229,12 @@ MISTAKES = {
     ),
     "make_mesh(dp='2')": (
         MeshError,
-        "A size is a whole number, such as dp=2.",
+        "A size is an integer, such as dp=2.",
         lambda at: fs.make_mesh(dp="2"),
     ),
     "make_mesh(device='gpu')": (
         ArgumentError,
-        'Give "cpu".',
+        'Pass "cpu".',
         lambda at: fs.make_mesh(dp=1, device="gpu"),
     ),
     "make_mesh(timeout=5)": (
@@ -244,7 +244,7 @@ MISTAKES = {
     ),
     "P of no axis": (
         SpecError,
-        "fs.P knows no axis 'data'.",
+        "fs.P got an unknown axis 'data'.",
         lambda at: fs.P("data"),
     ),
     "a dim without a rule": (
@@ -291,12 +291,12 @@ MISTAKES = {
     ),
     "torch.optim in a step": (
         ArgumentError,
-        "Use fs.sgd(0.1): it holds no parameters, its state is part of the TrainState.",
+        "Use fs.sgd(0.1): its state is part of the TrainState.",
         lambda at: fs.make_train_step(loss_fn, at.sgd),
     ),
     "torch.optim in init_state": (
         ArgumentError,
-        "Use fs.sgd(0.1): it holds no parameters, its state is part of the TrainState.",
+        "Use fs.sgd(0.1): its state is part of the TrainState.",
         lambda at: fs.init_state(init, at.sgd, at.key, at.layout),
     ),
     "a class of torch.optim": (
@@ -311,7 +311,7 @@ MISTAKES = {
     ),
     "a number as optimizer": (
         ArgumentError,
-        "Give a pair such as fs.adamw(1e-3) or fs.optim.chain(...), whose init and update are functions.",
+        "Pass an optimizer such as fs.adamw(1e-3) or fs.optim.chain(...).",
         lambda at: fs.state_from_params(at.state.params, 1e-3, at.key, at.layout),
     ),
     "in place on gathered weights": (
@@ -358,7 +358,7 @@ MISTAKES = {
         "Write fs.AbstractMesh(('dp', 'tp'), (4, 2)).",
         lambda at: fs.AbstractMesh(dp=4, tp=2),
     ),
-    "a backend of a mesh": (MeshError, "Give device=", lambda at: fs.make_mesh(dp=-1, backend="gloo")),
+    "a backend of a mesh": (MeshError, "Pass device=", lambda at: fs.make_mesh(dp=-1, backend="gloo")),
     "vdot of a sharded tree and a plain one": (
         LayoutError,
         "Bring both to one sharding",
@@ -480,7 +480,7 @@ MISTAKES = {
     ),
     "a loss function for init": (
         ArgumentError,
-        "Give a Model, or a function of a key.",
+        "Pass a Model, or a function of a key.",
         lambda at: fs.init_state(loss_fn, at.opt, at.key, at.layout),
     ),
     "a tree for init": (
@@ -490,27 +490,27 @@ MISTAKES = {
     ),
     "a module to plan_layout": (
         ArgumentError,
-        "Make a function of it first, net = fs.functionalize(module); it takes the place of the module.",
+        "Convert it first, net = fs.functionalize(module), and pass net instead.",
         lambda at: fs.plan_layout(at.module, at.mesh),
     ),
     "a module to init_state": (
         ArgumentError,
-        "Make a function of it first, net = fs.functionalize(module); it takes the place of the module.",
+        "Convert it first, net = fs.functionalize(module), and pass net instead.",
         lambda at: fs.init_state(at.module, at.opt, at.key, at.layout),
     ),
     "a module to make_train_step": (
         ArgumentError,
-        "Make a function of it first, net = fs.functionalize(module); it takes the place of the module.",
+        "Convert it first, net = fs.functionalize(module), and pass net instead.",
         lambda at: fs.make_train_step(at.module, at.opt),
     ),
     "a module to value_and_grad": (
         ArgumentError,
-        "Make a function of it first, net = fs.functionalize(module); it takes the place of the module.",
+        "Convert it first, net = fs.functionalize(module), and pass net instead.",
         lambda at: fs.value_and_grad(at.module),
     ),
     "a class of modules": (
         ArgumentError,
-        "Make a function of it first, net = fs.functionalize(module); it takes the place of the module.",
+        "Convert it first, net = fs.functionalize(module), and pass net instead.",
         lambda at: fs.plan_layout(Module, at.mesh),
     ),
     "an init function to plan_layout": (
@@ -520,12 +520,12 @@ MISTAKES = {
     ),
     "an init function to make_train_step": (
         ArgumentError,
-        "Give a Model, or a loss function (params, batch).",
+        "Pass a Model, or a loss function (params, batch).",
         lambda at: fs.make_train_step(init, at.opt),
     ),
     "a loss for its function": (
         ArgumentError,
-        "Give a loss function (params, *args).",
+        "Pass a loss function (params, *args).",
         lambda at: fs.value_and_grad(torch.zeros(())),
     ),
     "numbers as leaves": (
@@ -592,7 +592,7 @@ MISTAKES = {
     ),
     "load(None)": (
         ArgumentError,
-        "Give the directory first: fs.checkpoint.load(path, layout).",
+        "Pass the directory first: fs.checkpoint.load(path, layout).",
         lambda at: fs.checkpoint.load(None, at.layout),
     ),
     "load into a state": (
@@ -602,12 +602,12 @@ MISTAKES = {
     ),
     "save to a URL": (
         ConfigError,
-        "Mount the storage and give the path below its mount point",
+        "Mount the storage and pass the path below its mount point",
         lambda at: fs.checkpoint.save("s3://bucket/run/1", at.state),
     ),
     "save with the state first": (
         ArgumentError,
-        "Give the directory first: fs.checkpoint.save(path, state).",
+        "Pass the directory first: fs.checkpoint.save(path, state).",
         lambda at: fs.checkpoint.save(at.state, "ckpt"),
     ),
     "save params": (
@@ -617,7 +617,7 @@ MISTAKES = {
     ),
     "hf.load with the layout first": (
         ArgumentError,
-        "Give the directory first: fs.hf.load(path, layout).",
+        "Pass the directory first: fs.hf.load(path, layout).",
         lambda at: fs.hf.load(at.layout, "llama"),
     ),
     "hf.load of a state": (
@@ -627,17 +627,17 @@ MISTAKES = {
     ),
     "hf.save with the state first": (
         ArgumentError,
-        "Give the directory first: fs.hf.save(path, state, config).",
+        "Pass the directory first: fs.hf.save(path, state, config).",
         lambda at: fs.hf.save(at.state, "llama", CONFIG),
     ),
     "megatron.load with the layout first": (
         ArgumentError,
-        "Give the directory first: fs.megatron.load(path, layout, config).",
+        "Pass the directory first: fs.megatron.load(path, layout, config).",
         lambda at: fs.megatron.load(at.layout, "iter_0000100", CONFIG),
     ),
     "megatron.load_state with the optimizer first": (
         ArgumentError,
-        "Give the directory first: fs.megatron.load_state(path, opt, key, layout, config).",
+        "Pass the directory first: fs.megatron.load_state(path, opt, key, layout, config).",
         lambda at: fs.megatron.load_state(at.opt, "iter_0000100", at.key, at.layout, CONFIG),
     ),
     "megatron.save of parameters": (
@@ -682,7 +682,7 @@ MISTAKES = {
     ),
     "rules of an axis that is none": (
         SpecError,
-        "AxisRules(mlp='data') knows no axis 'data'.",
+        "AxisRules(mlp='data') got an unknown axis 'data'.",
         lambda at: fs.AxisRules(mlp="data"),
     ),
     "a frozen path that no leaf has": (
@@ -742,12 +742,12 @@ MISTAKES = {
     ),
     "update of a whole state": (
         ArgumentError,
-        "Give it the parameters alone: state.params.",
+        "Pass the parameters alone: state.params.",
         lambda at: at.opt.update(at.state, at.state.opt_state, at.state.params),
     ),
     "init of a whole state": (
         ArgumentError,
-        "Give it the parameters alone: state.params.",
+        "Pass the parameters alone: state.params.",
         lambda at: at.opt.init(at.state),
     ),
     "updates and state for updates": (
@@ -759,22 +759,22 @@ MISTAKES = {
     ),
     "updates of a whole state": (
         ArgumentError,
-        "Give it the parameters alone: state.params.",
+        "Pass the parameters alone: state.params.",
         lambda at: fs.optim.apply_updates(at.state, at.grads),
     ),
     "parameters to an optimizer": (
         ArgumentError,
-        "Write fs.adamw(1e-3): opt.init(params), or fs.init_state, makes its state for them.",
+        "Write fs.adamw(1e-3): opt.init(params), or fs.init_state, makes the state for parameters.",
         lambda at: fs.adamw(fs.tree.leaves(at.state.params), lr=1e-3),
     ),
     "parameters and a rate to an optimizer": (
         ArgumentError,
-        "Write fs.adamw(1e-3): opt.init(params), or fs.init_state, makes its state for them.",
+        "Write fs.adamw(1e-3): opt.init(params), or fs.init_state, makes the state for parameters.",
         lambda at: fs.adamw(at.state.params, 1e-3),
     ),
     "parameters alone to an optimizer": (
         ArgumentError,
-        "Write fs.adamw(1e-3): opt.init(params), or fs.init_state, makes its state for them.",
+        "Write fs.adamw(1e-3): opt.init(params), or fs.init_state, makes the state for parameters.",
         lambda at: fs.adamw(at.state.params),
     ),
     "lr=": (
@@ -824,12 +824,12 @@ MISTAKES = {
     ),
     "an evaluation in one call": (
         ArgumentError,
-        "It returns a function, which takes the rest: fs.evaluate(model)(params, batch).",
+        "It returns a function that takes the rest: fs.evaluate(model)(params, batch).",
         lambda at: fs.evaluate(loss_fn, at.state, at.batch),
     ),
     "a value and gradients in one call": (
         ArgumentError,
-        "It returns a function, which takes the rest: fs.value_and_grad(fn)(params, *args).",
+        "It returns a function that takes the rest: fs.value_and_grad(fn)(params, *args).",
         lambda at: fs.value_and_grad(loss_fn, at.state.params, at.batch),
     ),
     "a plain tensor in a state": (

@@ -23,9 +23,9 @@ def test_only_regular_files_are_opened(tmp_path):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
         for name in ("link", "folder", "fifo", "socket"):
-            assert refusal(open_plain, tmp_path / name) == "it is no plain file"
-            assert refusal(read_plain, tmp_path / name, 10) == "it is no plain file"
-    assert refusal(open_plain, "/dev/zero") == "it is no plain file"
+            assert refusal(open_plain, tmp_path / name) == "it isn't a plain file"
+            assert refusal(read_plain, tmp_path / name, 10) == "it isn't a plain file"
+    assert refusal(open_plain, "/dev/zero") == "it isn't a plain file"
     with open_plain(tmp_path / "file") as file:
         assert file.read() == b"abc"
     with pytest.raises(FileNotFoundError):
@@ -38,7 +38,7 @@ def test_a_file_that_becomes_a_fifo_while_it_is_opened_is_refused(tmp_path, monk
     plain = os.lstat(tmp_path / "file")
     monkeypatch.setattr(os, "lstat", lambda path: plain)
     before = len(os.listdir("/proc/self/fd"))
-    assert refusal(open_plain, tmp_path / "fifo") == "it is no plain file"
+    assert refusal(open_plain, tmp_path / "fifo") == "it isn't a plain file"
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -100,8 +100,8 @@ def test_values_are_those_of_json(value, how):
         ("[1]".encode("utf-16"), "'utf-8' codec can't decode byte 0xff"),
         (b"\xef\xbb\xbf[1]", "Unexpected UTF-8 BOM"),
         (b'{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}', "it has the name c twice in one object"),
-        (b"NaN", "NaN is no number in JSON"),
-        (b"[-Infinity]", "-Infinity is no number in JSON"),
+        (b"NaN", "NaN isn't a number in JSON"),
+        (b"[-Infinity]", "-Infinity isn't a number in JSON"),
         (b"[1e400]", "no float64 can hold the number 1e400"),
         (b"[-1" + b"0" * 9_000 + b".5]", "no float64 can hold the number -1000000000"),
         (b"1" * 5_000, "Exceeds the limit (4300 digits)"),
@@ -109,8 +109,8 @@ def test_values_are_those_of_json(value, how):
         (b'{"a":' * 10**5, "its brackets are 100,000 deep; at most 200 are read"),
         (b"[" + b"[]," * 10**6 + b"1]", "it holds about 2,000,002 values; at most 1,000,000 are read"),
         (b'"' + b'\\"' * 10**6, "Unterminated string"),
-        (b'["\\ud83d\\ude00", "\\ud800"]', "it has half of a surrogate pair, which is no character"),
-        (b'"\\udc00"', "it has half of a surrogate pair, which is no character"),
+        (b'["\\ud83d\\ude00", "\\ud800"]', "it has half of a surrogate pair, which isn't a character"),
+        (b'"\\udc00"', "it has half of a surrogate pair, which isn't a character"),
     ],
     ids=range(18),
 )

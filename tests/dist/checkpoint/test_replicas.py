@@ -161,6 +161,6 @@ def test_ranks_that_send_other_sizes_are_told_so(what, sizes):
     for rank, text in enumerate(run_ranks(sums_of_other_sizes, 2, what)):
         first, *rows, mend = text.split("\n")
         who, other = f"rank {rank} (dp={rank})", f"rank {1 - rank} (dp={1 - rank})"
-        assert first == f"fs.ops.psum got tensors of other sizes on {who} than on {other}."
+        assert first == f"fs.ops.psum got tensors of different sizes on {who} than on {other}."
         assert rows == [f"  {who}: {sizes[1 - rank]} bytes came, where {sizes[rank]} are sent"]
-        assert mend.startswith("Give all ranks the same shapes and dtypes")
+        assert mend.startswith("Pass the same shapes and dtypes on all ranks")

@@ -120,7 +120,7 @@ def test_a_save_whose_rank_is_lost_ends(tmp_path, how, why):
             if how == "checkpointer beside"
             else f"fs.{how}".replace("fs.save", "fs.checkpoint.save")
         )
-        assert f"If it is only slow, give {name} a longer timeout=." in text, text
+        assert f"If it is only slow, pass {name} a longer timeout=." in text, text
     assert not [path for path in tmp_path.iterdir() if path.name == "8"]
 
 

@@ -184,7 +184,7 @@ def test_a_second_interrupt_ends_a_run_at_once_and_says_what_there_is(tmp_path: 
             os.kill(rank, signal.SIGSTOP)
         run.send_signal(signal.SIGINT)
         assert run.stderr is not None
-        assert any("a second one ends at once" in line for line in iter(run.stderr.readline, ""))
+        assert any("a second SIGINT exits immediately" in line for line in iter(run.stderr.readline, ""))
         run.send_signal(signal.SIGINT)
         error = run.communicate(timeout=END_S)[1]
         assert until(lambda: not marked(mark))

@@ -116,5 +116,5 @@ def test_a_step_that_a_device_counts_is_compared_over_tp(pool):
             "train step gets states of different steps on ranks 0 (tp=0), 1 (tp=1).",
             "  state.step: rank 1 (tp=1) has 2",
             "  state.step: rank 0 (tp=0) has 1",
-            "Give every rank the same state.key and state.step: the keys that a step draws with follow from both.",
+            "Use the same state.key and state.step on every rank: a step derives its keys from both.",
         ]

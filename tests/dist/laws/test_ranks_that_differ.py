@@ -144,7 +144,7 @@ def test_rows_that_should_be_the_same_are_compared(axis, when):
     assert head == f"train step gets different rows on ranks 0 ({axis}=0), 1 ({axis}=1), which have to read the same."
     assert one.startswith(f"  batch.x: rank 1 ({axis}=1) has float32[8, 4] with hash ")
     assert other.startswith(f"  batch.x: rank 0 ({axis}=0) has float32[8, 4] with hash ")
-    assert mend.startswith("Ranks along tp and pp read the same rows: take them with fs.local_batch(batch, mesh)")
+    assert mend.startswith("Read the same rows on ranks along tp and pp: use fs.local_batch(batch, mesh)")
 
 
 def test_with_next_the_error_comes_a_call_later_and_the_state_stays():
@@ -161,7 +161,7 @@ def test_other_rates_are_told_by_the_step_after(strategy):
         "  rank 1 (dp=1): was last updated with rates 0.2, entry 2 of the call\n"
         "  rank 0 (dp=0): was last updated with rates 0.1, entry 2 of the call\n"
         "Compute rates from the count alone, or from numbers that all ranks share, such as metrics.loss. Continue from"
-        " a checkpoint of before that update."
+        " a checkpoint before that update."
     )
 
 
@@ -174,7 +174,7 @@ def test_a_number_of_the_step_that_differs_is_refused_since_keys_follow_from_it(
         f"train step does different things on rank 1 ({axis}=1) than on rank 0 ({axis}=0).\n"
         f"  rank 1 ({axis}=1): uses the key {key} of step 5, entry 1 of the call\n"
         f"  rank 0 ({axis}=0): uses the key {key} of step 1, entry 1 of the call\n"
-        "Give every rank the same state.key and state.step: the keys that a step draws with follow from both."
+        "Use the same state.key and state.step on every rank: a step derives its keys from both."
     )
 
 

@@ -46,4 +46,4 @@ def wrong_size():
 
 def test_a_product_that_is_not_the_world():
     for text in run_ranks(wrong_size, 2):
-        assert text == "fs.make_mesh got dp=3: 3 ranks, but there are 2.\nUse dp=-1 to let dp take what is left."
+        assert text == "fs.make_mesh got dp=3 (size 3), but the world size is 2.\nUse dp=-1 for the remaining ranks."

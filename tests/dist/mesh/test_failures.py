@@ -96,7 +96,7 @@ def test_a_stage_that_dies_is_named_by_those_who_do_not_talk_with_it(tmp_path):
             "(3,)", "train step lost rank 3 (pp=3).", "  rank 3 (pp=3) is gone, or does not answer"
         )  # fmt: skip
         assert noticed.startswith(f"  rank {rank} (pp={rank}) noticed it in {rank}")
-        assert mend == "Look at what rank 3 said last; all ranks have to start again."
+        assert mend == "Check the logs of rank 3, then restart all ranks."
 
 
 def test_peers_on_other_axes_name_it_too(tmp_path):
@@ -173,7 +173,7 @@ def test_a_rank_that_dies_in_a_rare_call_is_named(tmp_path, call):
     assert kind == f"{'CheckpointError' if call in BACKGROUND else 'RankError'} ['ckpt']", "nothing half written stays"
     assert head == f"{RARE[call][0]} lost rank 1 (dp=1)."
     assert row == "  rank 1 (dp=1) is gone, or does not answer"
-    assert noticed.startswith("  rank 0 (dp=0) noticed it") and mend.startswith("Look at what rank 1 said last")
+    assert noticed.startswith("  rank 0 (dp=0) noticed it") and mend.startswith("Check the logs of rank 1")
 
 
 def served_by_rank(folder, port):

@@ -205,7 +205,7 @@ def test_one_rank_saves_while_the_other_steps(tmp_path):
     )
     assert told(tmp_path, "save", "step", begin=["step"]) == [
         ((1,), f"fs.checkpoint.save is called on rank 0 (dp=0) alone.\n{rows}"),
-        ((0,), f"train step waits for rank 0 (dp=0), which is in another call.\n{rows}"),
+        ((0,), f"train step waits for rank 0 (dp=0), which is in a different call.\n{rows}"),
     ]
 
 
@@ -241,7 +241,7 @@ def test_a_rank_that_is_busy_inside_the_call_is_named_with_its_line(tmp_path):
     head, row, _, mend = text.split("\n")
     assert (ranks, head) == ((1,), "train step lost rank 1 (dp=1).")
     assert row.startswith("  rank 1 (dp=1) is busy in train step 1 at HERE: test_rank_alone.py:")
-    assert mend.startswith("If it is only slow, give make_mesh a longer timeout=. Look at what rank 1 said last")
+    assert mend.startswith("If it is only slow, pass make_mesh a longer timeout=. Check the logs of rank 1")
 
 
 @full
@@ -249,7 +249,7 @@ def test_a_rank_that_saves_alone_is_named_by_those_that_do_not_talk_with_it(tmp_
     found = told(tmp_path, "save", "step", "step", "step", begin=["step"], dp=2, tp=2)
     assert {ranks for ranks, _ in found[1:]} == {(0,)}
     for rank, (_, text) in enumerate(found[1:], 1):
-        assert text.startswith("train step waits for rank 0 (dp=0, tp=0), which is in another call.\n"), text
+        assert text.startswith("train step waits for rank 0 (dp=0, tp=0), which is in a different call.\n"), text
         assert "\n  rank 0 (dp=0, tp=0): fs.checkpoint.save at HERE\n" in text, text
         assert f"rank {rank} (dp=" in text or f"ranks {rank} (dp=" in text or f", {rank} (dp=" in text, text
 
@@ -280,7 +280,7 @@ def test_a_rank_that_was_given_up_does_not_blame_itself(tmp_path, call):
         (gone, first), (itself, text) = pool.run(woken, str(tmp_path), call)
     assert gone == itself == (1,)
     assert "\n  rank 1 (dp=1) is gone, or does not answer\n" in first
-    head = f"{NAMES[call]} was given up by the other ranks: they have waited for rank 1 (dp=1), this one, in vain.\n"
+    head = f"{NAMES[call]} timed out on the other ranks, which waited for rank 1 (dp=1), this one.\n"
     assert text.startswith(head)
 
 
@@ -338,7 +338,7 @@ def test_a_rank_that_waits_long_says_for_whom(tmp_path):
     head, *rows, mend = re.sub(r"tests/dist/mesh/test_rank_alone\.py:\d+", "HERE", said[0]).split("\n")
     assert head == "fs.checkpoint.save has waited for the other ranks for 0.3 s on rank 0."
     assert rows == ["  rank 0 (dp=0): fs.checkpoint.save at HERE", "  rank 1 (dp=1): in no collective, at HERE"]
-    assert mend == "All ranks have to call it." and len(said) == 1
+    assert mend == "Call it on all ranks." and len(said) == 1
     assert other == ([], False) and not asked
 
 

@@ -48,7 +48,7 @@ def variables(rank, size, port):
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 
 
-MEND = "Every rank has to call it; look at what the others said last. For one process, unset RANK and WORLD_SIZE."
+MEND = "Call it on every rank, and look at the logs of the others. For one process, unset RANK and WORLD_SIZE."
 
 
 @pytest.mark.parametrize("where", ["port", "file"])
@@ -59,12 +59,11 @@ def test_a_rank_without_its_peer_says_so_and_ends(where, tmp_path):
         env = {"RANK": "0", "WORLD_SIZE": "2", "FSHARDING_INIT_METHOD": place}
     text, err = ended(start(4, **env))
     assert text == (
-        f"RankError fs.make_mesh on rank 0 has not met all of 2 ranks at {place}.\n"
-        f"  rank 1: not there after 4 s\n{MEND}"
+        f"RankError fs.make_mesh on rank 0 has not met all of 2 ranks at {place}.\n  rank 1: no call after 4 s\n{MEND}"
     )
     assert err == (
         f"fs.make_mesh on rank 0 is waiting for 1 of 2 ranks at {place}: rank 1.\n"
-        "Every rank has to call it. For one process, unset RANK and WORLD_SIZE.\n"
+        "Call it on every rank. For one process, unset RANK and WORLD_SIZE.\n"
     )
 
 
@@ -97,12 +96,12 @@ def test_ranks_that_are_late_are_waited_for():
 def test_half_of_a_launcher_is_refused():
     text, _ = ended(start(4, WORLD_SIZE="2"))
     assert text == (
-        "ConfigError fs.make_mesh finds WORLD_SIZE=2, but no RANK.\n"
+        "ConfigError fs.make_mesh finds WORLD_SIZE=2, but RANK is not set.\n"
         "Start the program with torchrun, or unset WORLD_SIZE for one process."
     )
     text, _ = ended(start(4, WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost"))
     assert text == (
-        "ConfigError fs.make_mesh finds RANK, but not all that a launcher sets.\n  MASTER_PORT is not set\n"
+        "ConfigError fs.make_mesh finds RANK, but not all variables of a launcher.\n  MASTER_PORT is not set\n"
         "Start the program with torchrun, or unset RANK for one process."
     )
 

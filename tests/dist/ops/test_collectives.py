@@ -401,10 +401,10 @@ def test_an_axis_that_does_not_exist_is_refused():
     known = "Axes are pp, replica, dp, ep, cp, tp."
     for texts in run_ranks(bad_axes, RANKS):
         assert texts == [
-            f"fs.ops.psum knows no axis 'dpp'. {known} Did you mean 'dp'?",
-            f"fs.ops.pvary knows no axis 'model'. {known}",
-            f"fs.ops.all_gather knows no axis 'cpp'. {known} Did you mean 'cp'?",
-            f"fs.ops.reduce_scatter knows no axis 'dqp'. {known} Did you mean 'dp'?",
+            f"fs.ops.psum got an unknown axis 'dpp'. {known} Did you mean 'dp'?",
+            f"fs.ops.pvary got an unknown axis 'model'. {known}",
+            f"fs.ops.all_gather got an unknown axis 'cpp'. {known} Did you mean 'cp'?",
+            f"fs.ops.reduce_scatter got an unknown axis 'dqp'. {known} Did you mean 'dp'?",
         ]
 
 

@@ -164,8 +164,8 @@ def outcomes(specs):
 
 
 FUNCTIONALIZE = (
-    "torch.func.functionalize cannot run over functions with derivatives of their own, such as fs.gather_unit and fs.ops.\n"
-    "Functionalize what computes on gathered tensors: torch.func.functionalize(f)(fs.gather_unit(params))."
+    "torch.func.functionalize cannot transform functions with custom derivatives, such as fs.gather_unit and fs.ops.\n"
+    "Apply it to functions of gathered tensors: torch.func.functionalize(f)(fs.gather_unit(params))."
 )
 JACFWD = (
     "torch.func.jacfwd and hessian cannot differentiate with respect to sharded leaves: they would perturb every shard at "

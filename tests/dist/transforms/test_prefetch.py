@@ -164,8 +164,8 @@ def test_reductions_have_a_communicator_of_their_own_where_it_is_asked_for():
         for found in run_ranks(apart, ranks, axes, strategies):
             assert_bitwise_equal(found[2][0], found[1][0])
             assert [found[count][1] for count in (1, 2)] == [False, True]
-            assert "reductions by communicators of their own" in found[2][2]
-            assert "of their own" not in found[1][2]
+            assert "reductions by separate communicators" in found[2][2]
+            assert "separate" not in found[1][2]
 
 
 def test_nccl_has_two_and_gloo_one():
@@ -188,5 +188,5 @@ def test_a_mesh_of_some_ranks_has_both_from_the_start():
 @pytest.mark.parametrize("given", [0, 3, True, "two"])
 def test_a_number_of_communicators_is_1_or_2(given):
     assert refusal(fs.make_mesh, device="cpu", communicators=given).endswith(
-        "Give 1, or 2 for gathers and reductions apart; None for what the backend wants."
+        "Pass 1, 2 for separate all-gathers and reductions, or None for the backend's default."
     )

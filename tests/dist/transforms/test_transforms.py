@@ -348,7 +348,6 @@ def test_what_has_no_meaning_is_refused():
         "torch.func.jacfwd and hessian cannot differentiate with respect to sharded leaves: they would perturb every shard "
         f"at once.\n  {LEAF}\n{both}"
     )
-    constant = "torch takes its linear map for a constant there."
     for texts in run_ranks(refusals, 2):
         assert texts == [
             f"fs.gather_unit got DTensors out of a torch.func transform.\n  w is {LEAF}\n"
@@ -358,12 +357,14 @@ def test_what_has_no_meaning_is_refused():
             moved,
             moved,
             moved,
-            f"torch.func.linearize cannot run inside another transform: {constant}\n"
-            "Use torch.func.jvp, or put torch.func.linearize outside.",
-            "torch.func.linearize cannot run inside fs.value_and_grad: torch treats its linear map as a constant there.\n"
+            "torch.func.linearize cannot run inside a different transform: there, torch treats its linear map as a constant.
+"
+            "Use torch.func.jvp, or make torch.func.linearize the outermost transform.",
+            "torch.func.linearize cannot run inside fs.value_and_grad: torch treats its linear map as a constant there.
+"
             "Use torch.func.jvp, or torch.func.linearize inside fs.shard_map.",
-            "torch.func.functionalize cannot run over functions with derivatives of their own, such as fs.gather_unit and "
-            "fs.ops.\nFunctionalize what computes on gathered tensors: "
+            "torch.func.functionalize cannot transform functions with custom derivatives, such as fs.gather_unit and "
+            "fs.ops.\nApply it to functions of gathered tensors: "
             "torch.func.functionalize(f)(fs.gather_unit(params)).",
             "torch.func cannot give the Jacobian of nodes with respect to nodes: it knows what one rank holds of them.\n"
             f"  {LEAF} with respect to {LEAF}\nUse fs.jacfwd, or fs.hessian in the place of both.",

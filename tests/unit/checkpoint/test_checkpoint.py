@@ -245,7 +245,7 @@ def test_no_checkpoint(tmp_path):
         "empty": "the directory is empty",
         "file": "it is no directory",
         "half": "there is no manifest.json in it, so its save was never finished",
-        "odd": "its manifest.json is no plain file",
+        "odd": "its manifest.json isn't a plain file",
     }
     for name, reason in reasons.items():
         assert refusal(ck.load, tmp_path / name, planned()) == (

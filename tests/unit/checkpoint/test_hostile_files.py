@@ -327,19 +327,19 @@ def test_nothing_waits_for_a_fifo(saved, tmp_path):
         file.write_bytes(kept)
     assert_bitwise_equal(ck.load(saved, planned()), a_state())
     os.mkfifo(fifo := tmp_path / "a.bin")
-    assert f"fs.data.open_data cannot open {fifo}: it is no plain file.\n" in refusal(
+    assert f"fs.data.open_data cannot open {fifo}: it isn't a plain file.\n" in refusal(
         open_data, str(fifo), batch_size=1, seq_len=2
     )
     os.mkfifo(tmp_path / "a.txt")
-    assert "no plain file" in refusal(open_data, str(tmp_path / "a.txt"), batch_size=1, seq_len=2)
+    assert "plain file" in refusal(open_data, str(tmp_path / "a.txt"), batch_size=1, seq_len=2)
     (tmp_path / "b.bin").write_bytes(bytes(64))
     os.mkfifo(tmp_path / "b.bin.json")
-    assert "no plain file" in refusal(open_data, str(tmp_path / "b.bin"), batch_size=1, seq_len=2, kind=DataError)
+    assert "plain file" in refusal(open_data, str(tmp_path / "b.bin"), batch_size=1, seq_len=2, kind=DataError)
     for read in (read_metrics, lambda path: plot_loss(path, tmp_path / "a.png")):
-        assert "no plain file" in refusal(read, fifo, kind=ConfigError)
+        assert "plain file" in refusal(read, fifo, kind=ConfigError)
     (foreign := tmp_path / "foreign").mkdir()
     os.mkfifo(foreign / ".metadata")
-    assert "no plain file" in refusal(fs.foreign.open_weights, foreign)
+    assert "plain file" in refusal(fs.foreign.open_weights, foreign)
     os.mkfifo(foreign / "metadata.json")
     assert "finds no checkpoint" in refusal(ck.load, foreign, planned())
 
@@ -926,7 +926,7 @@ def test_a_resume_looks_at_the_metrics_before_a_rank_starts(tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fsharding.apps.cli.config._check_resume", lambda *_: None)
             assert refusal(check, config, 1, kind=ConfigError) == (
-                f"fsharding train cannot read {config.metrics}.\n  it is no plain file\nMove it away, or give another --out."
+                f"fsharding train cannot read {config.metrics}.\n  it isn't a plain file\nMove it away, or give another --out."
             )
         os.rmdir(config.metrics) if make is os.mkdir else os.unlink(config.metrics)
 

@@ -139,7 +139,7 @@ def test_reshard_replaces_a_checkpoint_and_nothing_else(saved, tmp_path):
     [
         ({"dp": -1}, MeshError, "got an axis of size -1.\nGive every size: their product is the number of ranks."),
         ({"dp": 0}, MeshError, "got dp=0.\nA size is at least 1; one axis may be -1."),
-        ({"tp": 2, "mp": 2}, MeshError, "knows no axis 'mp'. Axes are pp, replica, dp, ep, cp, tp."),
+        ({"tp": 2, "mp": 2}, MeshError, "got an unknown axis 'mp'. Axes are pp, replica, dp, ep, cp, tp."),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(axes, kind, text, saved, tmp_path):

@@ -133,7 +133,7 @@ def test_no_file_hangs_or_fills_the_process(case, name, tmp_path):
 def test_paths_that_are_no_files(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         parsed("--config", tmp_path / "nowhere.yaml")
-    with pytest.raises(ConfigError, match="no plain file"):
+    with pytest.raises(ConfigError, match="isn't a plain file"):
         parsed("--config", tmp_path)
     with pytest.raises(ConfigError, match=r"got 2 files: a, b\.\nGive one file\."):
         parsed("--config", "a", "--config=b")

@@ -88,7 +88,7 @@ def test_a_verb_that_is_not_there(args: list[str], rule: str, near: str, capsys:
         ("plan tiny --strategy FULL_SHARD", "fsharding plan knows no strategy 'FULL_SHARD'.\nStrategies are zero0, "),
         ("plan tiny --strategy FULL_SHARD", " Here that is 'zero3'."),
         ("plan llama3", "fsharding plan knows no preset 'llama3'.\nPresets are tiny, "),
-        ("reshard a b --mesh dpp=2", "MeshError: fsharding reshard --mesh dpp=2 knows no axis 'dpp'."),
+        ("reshard a b --mesh dpp=2", "MeshError: fsharding reshard --mesh dpp=2 got an unknown axis 'dpp'."),
         ("inspect nowhere", "fsharding inspect finds nothing at 1 of its paths.\n  nowhere\nCorrect them; relative "),
         ("generate . --model a --tokenizer b", "finds nothing at 2 of its paths.\n  --tokenizer b\n  --model a\n"),
         ("train --out x --data no --val-data nil", "ConfigError: fsharding train finds nothing at 2 of its paths.\n"),

@@ -105,7 +105,7 @@ def test_a_mesh_is_set_by_the_call_alone():
 @pytest.mark.parametrize("given", ["nonsense", None, {"dp": 2}])
 def test_what_is_no_mesh_is_not_set(given):
     text = helpers.refusal(lambda: fs.set_mesh(given), kind=ArgumentError)
-    assert text.startswith("fs.set_mesh takes a mesh, got ") and text.endswith("Make one: mesh = fs.make_mesh(dp=-1).")
+    assert text.startswith("fs.set_mesh takes a mesh, got ") and text.endswith("Pass one, such as fs.make_mesh(dp=-1).")
     assert device_mesh.mesh_here() is None
 
 
@@ -115,13 +115,13 @@ refusal = functools.partial(helpers.refusal, kind=MeshError)
 @pytest.mark.parametrize(
     ("axes", "text"),
     [
-        ({"dp": 3, "tp": 2}, "fs.make_mesh got dp=3, tp=2: 6 ranks, but there are 8.\nUse dp=-1 to let dp take what is left."),
-        ({"pp": 3, "tp": 2}, "fs.make_mesh got pp=3, tp=2: 6 ranks, but there are 8.\nStart 6 ranks, or choose sizes whose product divides 8."),
-        ({"dp": -1, "tp": 3}, "fs.make_mesh got dp=-1, tp=3: 3 ranks, but there are 8.\nStart 3 ranks, or choose sizes whose product divides 8."),
+        ({"dp": 3, "tp": 2}, "fs.make_mesh got dp=3, tp=2 (size 6), but the world size is 8.\nUse dp=-1 for the remaining ranks."),
+        ({"pp": 3, "tp": 2}, "fs.make_mesh got pp=3, tp=2 (size 6), but the world size is 8.\nStart 6 ranks, or choose sizes whose product divides 8."),
+        ({"dp": -1, "tp": 3}, "fs.make_mesh got dp=-1, tp=3 (size 3), but the world size is 8.\nStart 3 ranks, or choose sizes whose product divides 8."),
         ({"dp": -1, "tp": -1}, "fs.make_mesh got dp=-1 and tp=-1.\nA size is at least 1; one axis may be -1."),
         ({"dp": 0, "tp": -3}, "fs.make_mesh got dp=0, tp=-3.\nA size is at least 1; one axis may be -1."),
-        ({"dpp": 2}, f"fs.make_mesh knows no axis 'dpp'. {KNOWN} Did you mean 'dp'?"),
-        ({"model": 2}, f"fs.make_mesh knows no axis 'model'. {KNOWN}"),
+        ({"dpp": 2}, f"fs.make_mesh got an unknown axis 'dpp'. {KNOWN} Did you mean 'dp'?"),
+        ({"model": 2}, f"fs.make_mesh got an unknown axis 'model'. {KNOWN}"),
     ],
 )  # fmt: skip
 def test_sizes_that_make_no_mesh(axes, text):
@@ -131,15 +131,15 @@ def test_sizes_that_make_no_mesh(axes, text):
 @pytest.mark.parametrize(
     ("mesh", "rows"),
     [
-        ((("dpp", "tp"), (2, 0)), [f"'dpp' is no axis: they are {', '.join(AXES)}", "tp=0: at least 1"]),
-        ((("dp", "tp", "dp"), (2, -1)), ["'dp' stands twice", "tp=-1: at least 1", "3 axes, but 2 sizes"]),
+        ((("dpp", "tp"), (2, 0)), [f"'dpp' isn't an axis: they are {', '.join(AXES)}", "tp=0: at least 1"]),
+        ((("dp", "tp", "dp"), (2, -1)), ["'dp' is repeated", "tp=-1: at least 1", "3 axes, but 2 sizes"]),
         ((("dp",), (2,), (0, 1, 2)), ["2 positions, but 3 ranks: (0, 1, 2)"]),
         ((("dp",), (2,), (1, 1)), ["2 positions, but 1 ranks: (1, 1)"]),
     ],
 )
 def test_an_abstract_mesh_is_one(mesh, rows):
     assert refusal(lambda: AbstractMesh(*mesh)).splitlines() == [
-        "fs.AbstractMesh cannot be made.",
+        "fs.AbstractMesh got invalid axes.",
         *(f"  {row}" for row in rows),
         'Write fs.AbstractMesh(("dp", "tp"), (4, 2)): each axis once, each size at least 1.',
     ]
@@ -156,14 +156,17 @@ def test_a_device_mesh_needs_our_names():
     text = refusal(lambda: device_mesh.abstract(plain))
     assert text.endswith("needs a mesh with named axes.\nName its dims with pp, replica, dp, ep, cp, tp.")
     other = DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("fsdp",), _init_backend=False, _rank=0)
-    assert refusal(lambda: device_mesh.abstract(other)).endswith(f"knows no axis 'fsdp'. {KNOWN} Did you mean 'dp'?")
+    assert refusal(lambda: device_mesh.abstract(other)).endswith(
+        f"got an unknown axis 'fsdp'. {KNOWN} Did you mean 'dp'?"
+    )
 
 
 def test_an_abstract_mesh_sends_nothing():
     mesh = AbstractMesh(("dp", "tp"), (4, 2))
     text = refusal(lambda: device_mesh.axis_group(mesh, ("dp", "tp")))
     assert (
-        text == "fsharding cannot run a collective over dp, tp on the abstract mesh {dp: 4, tp: 2}.\nUse fs.make_mesh."
+        text
+        == "fsharding cannot run a collective over dp, tp on the abstract mesh {dp: 4, tp: 2}.\nUse a mesh from fs.make_mesh."
     )
     assert device_mesh.axis_group(mesh, ("cp",)).size == 1
 
@@ -182,8 +185,8 @@ def test_the_environment_says_where_ranks_meet_and_the_user_where_they_listen(mo
     assert rendezvous.init_arguments() == {}, "with a store of each start's own"
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert refusal(lambda: call_as("fs.make_mesh", rendezvous.init_arguments), kind=ConfigError) == (
-        "fs.make_mesh cannot start the ranks of 2 machines again in the store of torchrun.\n"
-        "  It has the addresses of ranks that are gone, and new ranks would wait for those.\n"
+        "fs.make_mesh cannot restart the ranks of 2 machines in the store of torchrun.\n"
+        "  It has the addresses of dead ranks, and new ranks would wait for those.\n"
         "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine."
     )
     here = rendezvous.loopback()

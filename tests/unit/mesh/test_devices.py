@@ -32,23 +32,23 @@ def test_a_process_takes_its_own(visible, environment, index, monkeypatch):
 
 def test_more_processes_than_devices(monkeypatch):
     shown(monkeypatch, 2, {"LOCAL_RANK": "2"})
-    with pytest.raises(MeshError, match="finds 2 devices, none of which is left for LOCAL_RANK=2"):
+    with pytest.raises(MeshError, match="finds 2 devices, but LOCAL_RANK=2"):
         _own_index("cuda", 4)
 
 
 @pytest.mark.skipif(devices.accelerator() != "cpu", reason="an accelerator is here")
 def test_an_accelerator_that_is_not_here():
-    none = 'fs.make_mesh finds no accelerator for device="xpu"; here is none.\n'
-    mend = 'Make the mesh on the CPU, fs.make_mesh(device="cpu"), or look at the driver and at what hides devices.'
+    none = 'fs.make_mesh finds no accelerator for device="xpu"; this machine has none.\n'
+    mend = 'Use the CPU, fs.make_mesh(device="cpu"), or check the driver and CUDA_VISIBLE_DEVICES.'
     assert refusal(lambda: fs.make_mesh(device="xpu")) == none + mend
     with fake_ranks(1, dp=2):
         text = refusal(lambda: fs.make_mesh(device="xpu", dp=2))
-    assert text == f'{none}{mend} There, Precision(sums="native") sends what an accelerator sends.'
+    assert text == f'{none}{mend} On the CPU, Precision(sums="native") sends what an accelerator would send.'
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:0", "meta", 3])
 def test_what_is_no_type_of_device(device):
-    with pytest.raises(ArgumentError, match="takes device= as a type of device that torch knows"):
+    with pytest.raises(ArgumentError, match="takes device= as a device type of torch"):
         fs.make_mesh(device=device)
 
 

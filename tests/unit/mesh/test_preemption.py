@@ -68,7 +68,7 @@ def test_a_listed_interrupt_is_a_wish_and_the_second_one_an_interrupt(monkeypatc
     with preemption.watch(numbers) as watch:
         tell(signal.SIGINT)
         assert preemption.requested() and watch.reason() == "SIGINT"
-        assert "a second one ends at once" in capfd.readouterr().err
+        assert "a second SIGINT exits immediately" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             tell(signal.SIGINT)
     monkeypatch.setenv("RANK", "0")

@@ -91,8 +91,8 @@ def test_the_verb_plan_refuses_what_cannot_be(capsys):
 @pytest.mark.parametrize(
     ("mesh", "text"),
     [
-        ("tpp=8", "knows no axis 'tpp'."),
-        ("foo=3,dp=2", "knows no axis 'foo'."),
+        ("tpp=8", "got an unknown axis 'tpp'."),
+        ("foo=3,dp=2", "got an unknown axis 'foo'."),
         ("tp=0", "got tp=0.\nA size is at least 1"),
         ("pp=-2,tp=2", "got pp=-2.\nA size is at least 1"),
         ("dp=0", "got dp=0.\nA size is at least 1"),

@@ -153,7 +153,7 @@ def test_lengths_that_cannot_be_cut():
         "Pass the dim of tokens as dim=, and mark an entry without tokens: fs.Shared(x)."
     )
     assert refusal(ops.positions, 8, axis="cpp", kind=MeshError) == (
-        "fs.ops.positions knows no axis 'cpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'cp'?"
+        "fs.ops.positions got an unknown axis 'cpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'cp'?"
     )
 
 
@@ -208,7 +208,7 @@ def test_tensors_that_do_not_fit():
         "fs.ops.attention got an unknown kind 'rign'.\nPass one of ring, gather, ulysses."
     )
     assert refusal(ops.attention, q, k, k, axis="context", kind=MeshError).startswith(
-        "fs.ops.attention knows no axis 'context'."
+        "fs.ops.attention got an unknown axis 'context'."
     )
 
 

@@ -187,7 +187,7 @@ def test_what_experts_refuse():
         "Pass experts=, the number of all experts that ops.route chose from."
     )
     assert refusal(lambda: ops.dispatch(x, routing, 4, axis="epp"), kind=MeshError).startswith(
-        "fs.ops.dispatch knows no axis 'epp'."
+        "fs.ops.dispatch got an unknown axis 'epp'."
     )
     assert refusal(lambda: ops.combine(x[:2], ops.dispatch(x, routing, 4).plan), kind=SpecError) == (
         "fs.ops.combine needs results [M, D] for the 3 rows of the dispatch.\n  y is [2, 2]\n"

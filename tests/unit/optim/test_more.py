@@ -221,7 +221,7 @@ def test_from_torch_refuses_what_couples_elements(kind, why, mend):
         (lambda: optim.from_torch(torch.nn.Linear), "needs a class of optimizers; got the class Linear."),
         (
             lambda: optim.from_torch(torch.optim.Adam([torch.ones(1)])),
-            "needs a class of optimizers; got an optimizer of torch, Adam.",
+            "needs a class of optimizers; got a torch optimizer, Adam.",
         ),
     ],
 )

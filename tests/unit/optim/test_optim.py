@@ -354,7 +354,7 @@ def test_a_context_of_another_kind_is_named():
     with pytest.raises(ArgumentError) as caught:
         call(params, opt.init(params), params, True)
     assert str(caught.value) == (
-        "fs.adamw(...).update got arguments of another kind.\n"
+        "fs.adamw(...).update got arguments of the wrong type.\n"
         "  context is True, not UpdateContext\n"
         "Call it as fs.adamw(...).update(updates, state)."
     )
@@ -669,21 +669,21 @@ def somebody_elses():
     return kind(lambda params: (), lambda updates, state, params=None: (updates, state))
 
 
-PAIR = "Give a pair such as fs.adamw(1e-3) or fs.optim.chain(...), whose init and update are functions."
-HOLDS = "it holds no parameters, its state is part of the TrainState."
+PAIR = "Pass an optimizer such as fs.adamw(1e-3) or fs.optim.chain(...)."
+HOLDS = "its state is part of the TrainState."
 NO_OPTIMIZERS = [
-    (lambda: torch.optim.Adam([torch.ones(1)]), "an optimizer of torch, Adam", f"Use fs.adamw(1e-3): {HOLDS}"),
+    (lambda: torch.optim.Adam([torch.ones(1)]), "a torch optimizer, Adam", f"Use fs.adamw(1e-3): {HOLDS}"),
     (lambda: torch.optim.NAdam, "the class NAdam", f"Use fs.optim.from_torch(torch.optim.NAdam): {HOLDS}"),
     (
         lambda: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], 0.1), 1),
         "a StepLR",
-        "A learning rate may be a function of the number of updates: fs.adamw(fs.optim.schedules.warmup_cosine(3e-4, 9, 99)).",
+        "Pass a schedule as the learning rate: fs.adamw(fs.optim.schedules.warmup_cosine(3e-4, 9, 99)).",
     ),
     (lambda: torch.nn.Linear(1, 1), "an nn.Module, Linear", PAIR),
     (
         somebody_elses,
         "a GradientTransformationExtraArgs",
-        "Its functions are of the same form: fs.optim.GradientTransformation(opt.init, opt.update).",
+        "Wrap its functions: fs.optim.GradientTransformation(opt.init, opt.update).",
     ),
     (lambda: fs.adamw, "the function adamw", "Call it: fs.adamw(...)."),
     (lambda: 3e-4, "0.0003", PAIR),
@@ -708,7 +708,9 @@ def test_something_else_than_an_optimizer_is_told_what_to_be(make, what, mend):
     for function, call in calls.items():
         with pytest.raises(ArgumentError) as caught:
             call(opt)
-        assert str(caught.value) == f"{function} takes an optimizer that is a pair of functions, got {what}.\n{mend}"
+        assert (
+            str(caught.value) == f"{function} takes an optax-style optimizer, a pair of functions, got {what}.\n{mend}"
+        )
 
 
 @pytest.mark.parametrize("donate", [False, True])

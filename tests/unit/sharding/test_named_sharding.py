@@ -162,7 +162,7 @@ def test_an_axis_has_one_role():
 def test_an_axis_is_known():
     for how in ({"partial": ("dpp",)}, {"assigned": (Assigned.whole("dpp", (0,), 2),)}):
         assert refusal(lambda how=how: fs.NamedSharding(MESH, P("tp"), **how)) == (
-            "fs.NamedSharding knows no axis 'dpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'dp'?"
+            "fs.NamedSharding got an unknown axis 'dpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'dp'?"
         )
 
 

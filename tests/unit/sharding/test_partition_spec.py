@@ -63,7 +63,7 @@ def test_specs_that_cannot_be():
     assert refusal(lambda: P(("cp", "cp"), "tp", "tp")) == (
         "P(('cp', 'cp'), 'tp', 'tp') uses cp, tp twice.\nAn axis shards at most one dim."
     )
-    assert refusal(lambda: P("dp", "tpp")) == f"fs.P knows no axis 'tpp'. {KNOWN} Did you mean 'tp'?"
+    assert refusal(lambda: P("dp", "tpp")) == f"fs.P got an unknown axis 'tpp'. {KNOWN} Did you mean 'tp'?"
     assert (
         refusal(lambda: P("dp").replace(1, ("dp",)))
         == "P(('dp',), ('dp',)) uses dp twice.\nAn axis shards at most one dim."
@@ -90,9 +90,9 @@ def test_default_rules_keep_tensor_and_data_axes_apart():
 
 def test_rules_that_cannot_be():
     assert refusal(lambda: AxisRules(embed=("dp", "ttp"))) == (
-        f"AxisRules(embed=('dp', 'ttp')) knows no axis 'ttp'. {KNOWN} Did you mean 'tp'?"
+        f"AxisRules(embed=('dp', 'ttp')) got an unknown axis 'ttp'. {KNOWN} Did you mean 'tp'?"
     )
-    assert refusal(lambda: DEFAULT_RULES.replace(mlp="mp")).startswith("AxisRules(mlp='mp') knows no axis 'mp'.")
+    assert refusal(lambda: DEFAULT_RULES.replace(mlp="mp")).startswith("AxisRules(mlp='mp') got an unknown axis 'mp'.")
 
 
 def test_hints_for_dim_names():
