@@ -1,4 +1,4 @@
-"""Saves in the background: one at a time; a failure is raised by `wait`, the next save, or the end of the process."""
+"""Background saves, one at a time; `wait`, the next save, or the end of the process raises their errors."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = ["SAVE_TIMEOUT", "PendingSave", "own_group", "settle", "start", "watch
 
 T = TypeVar("T")
 
-SAVE_TIMEOUT = timedelta(minutes=30)  # of ranks for each other by default: file systems are slower than networks
+SAVE_TIMEOUT = timedelta(minutes=30)  # longer than the mesh's: file systems are slower than networks
 
 _SLOW_S = 60.0
 _log = logging.getLogger("fsharding")
 
 
 class PendingSave:
-    """A save that may still be going on.
+    """A save that may still be running.
 
     Args:
-        work: what is left to do; it runs on a thread of its own.
+        work: Remaining work of the save, which runs on a new thread.
 
     Example:
         >>> pending = fs.checkpoint.PendingSave(lambda: None)  # `save_async` returns one
@@ -47,7 +47,7 @@ class PendingSave:
         self._work = work
         self._error: CheckpointError | None = None
         self._told = False
-        # Python waits for threads that are no daemons before it ends.
+        # Not a daemon, so that Python waits for the save before it exits.
         self._thread = threading.Thread(target=self._run, name="fsharding-save", daemon=False)
         self._thread.start()
 
@@ -58,22 +58,22 @@ class PendingSave:
             self._error = error
         except BaseException as error:
             text = str(error)
-            if not isinstance(error, FshardingError):  # unlike a lost rank, which has its words already
+            if not isinstance(error, FshardingError):  # our errors, such as a lost rank, have a full text
                 text = report("fs.checkpoint.save_async failed.", [f"{type(error).__name__}: {error}"])
             self._error = CheckpointError(text)
             self._error.__cause__ = error
-        del self._work  # and the copies of leaves with it
+        del self._work  # frees the copies of leaves
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has finished or failed."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is in its place.
+        """Wait until the checkpoint is complete.
 
         Raises:
-            CheckpointError: it failed; the same on all ranks.
+            CheckpointError: the save failed; the same on all ranks.
         """
         self._thread.join()
         self._told = True
@@ -81,7 +81,7 @@ class PendingSave:
             raise self._error
 
     def settle(self) -> None:
-        """Wait as `wait` does, but raise no failure a second time."""
+        """Wait, but don't raise an error that `wait` has already raised."""
         if not self._told:
             self.wait()
 
@@ -91,7 +91,7 @@ _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # by use: 
 
 
 def start(work: Callable[[], None]) -> PendingSave:
-    """Begins a save in the background; `settle` comes first."""
+    """Start a background save; call `settle` first."""
     global _latest
     assert _latest is None
     atexit.unregister(_at_exit)
@@ -101,7 +101,7 @@ def start(work: Callable[[], None]) -> PendingSave:
 
 
 def settle() -> None:
-    """Wait for the save in the background, if there is one."""
+    """Wait for the background save, if there is one."""
     global _latest
     before = _latest
     _latest = None
@@ -110,7 +110,7 @@ def settle() -> None:
 
 
 def _at_exit() -> None:
-    """Ends a process whose last save failed with a message and status 1; Python has no gentler way this late."""
+    """Exit with a message and status 1 if the last save failed; this late, raising wouldn't change the status."""
     try:
         settle()
     except CheckpointError as error:
@@ -122,9 +122,9 @@ def _at_exit() -> None:
 
 
 def own_group(timeout: timedelta, use: str = "checkpoint") -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks for saves, made once for each use; None without several ranks. Collective."""
-    # A write to a disk may take longer than a collective of a step, so the timeout is another one. Two threads must not
-    # use one group, since their collectives would meet in any order: checkpoints wait for each other, exports do not.
+    """Return a gloo group of all ranks for saves, one per use; None for a single process. Collective."""
+    # A separate timeout, since writes take longer than a step's collectives. Two threads must not share a group: ranks
+    # could order their collectives differently. Checkpoints run one at a time, exports at the same time as they.
     check_timeout(timeout)
     if not dist.is_initialized() or is_fake_world():
         return None
@@ -140,8 +140,8 @@ def own_group(timeout: timedelta, use: str = "checkpoint") -> dist.ProcessGroup 
 
 
 def watched(path: Path, work: Callable[[], T]) -> Callable[[], T]:
-    """Have work on a file system log once that it takes long, and name the path in its errors."""
-    name = public_name()  # the timer has a thread of its own
+    """Make file system work log a warning if it is slow, and name the path in its errors."""
+    name = public_name()  # read it here: the timer runs on a different thread
 
     def run() -> T:
         timer = threading.Timer(_SLOW_S, call_as, (name, _report_slow, path))
@@ -157,5 +157,5 @@ def watched(path: Path, work: Callable[[], T]) -> Callable[[], T]:
 
 
 def _report_slow(path: Path) -> None:
-    rule = f"has written to {path} for {_SLOW_S:g} s on rank {own_rank()}, and is not done: its file system is slow."
-    _log.warning(message(rule, mend="Other ranks wait for it as long as its timeout= allows."))
+    rule = f"has been writing to {path} for {_SLOW_S:g} s on rank {own_rank()}: its file system is slow."
+    _log.warning(message(rule, mend="Other ranks wait for it up to timeout=."))

@@ -1,4 +1,4 @@
-"""Tensors in files: where their bytes begin, and any slice of them, read a window at a time."""
+"""Tensors in files: their offsets, and reads of any slice, a window at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["WINDOW_BYTES", "Range", "Window", "copy_range", "memory", "pieces", 
 
 T = TypeVar("T")
 
-WINDOW_BYTES = 16 << 20  # how much of a file, and how much of a tensor, is in memory at once while it is copied
+WINDOW_BYTES = 16 << 20  # maximum bytes of a file, and of a tensor, in memory at once during a copy
 
 
 class Range(NamedTuple):
@@ -29,18 +29,18 @@ class Range(NamedTuple):
     dtype: torch.dtype  # of its elements, little-endian
 
     def moved(self, start: int) -> Range:
-        """Return it as it is in a file that has its record from `start` on."""
+        """Return the range in a file that contains the record at `start`."""
         return self._replace(offset=start + self.offset)
 
     def part(self, place: Sequence[slice]) -> Range:
-        """Return the part that slices cut out of it."""
+        """Return the range of a slice."""
         first = sum(cut.start * step for cut, step in zip(place, self.strides, strict=True))
         offset = self.offset + first * self.dtype.itemsize
         return self._replace(offset=offset, shape=tuple(cut.stop - cut.start for cut in place))
 
 
 class Window:
-    """Bytes that are fetched on demand, at most so many at once, as a file for `zipfile`."""
+    """A file for `zipfile` whose bytes are read on demand, with a limit for one read."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], length: int, most: int = 1 << 17) -> None:
         self.fetch = fetch
@@ -62,7 +62,7 @@ class Window:
     def read(self, size: int = -1, /) -> bytes:
         """Return the next bytes; refuse a size that is too large."""
         stop = self.length if size < 0 else min(self.at + size, self.length)
-        if stop - self.at > self.most:  # before there is memory for it
+        if stop - self.at > self.most:  # before allocating memory for it
             raise ValueError(f"its directory has {stop - self.at:,} bytes; at most {self.most:,} are read")
         data = self.fetch(self.at, stop) if stop > self.at else b""
         self.at += len(data)
@@ -70,7 +70,7 @@ class Window:
 
 
 def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Iterator[Box]:
-    """Cuts a box into boxes that span at most `WINDOW_BYTES` each, in halves, along the dim that reaches furthest."""
+    """Split a box in halves, along the dim with the largest span, until each part spans at most `WINDOW_BYTES`."""
     sizes = boxes.shape_of(box)
     steps = boxes.contiguous_strides(sizes) if strides is None else strides
     if 0 in sizes:
@@ -85,7 +85,7 @@ def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Ite
 
 
 def shared(box: Box, parts: Iterable[tuple[Box, T]]) -> Iterator[tuple[T, tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield what each part of a tensor shares with a box: the part's value, and the slices of the part and the box."""
+    """Intersect the parts of a tensor with a box; yield a part's value, and the slices of the part and the box."""
     for part, value in parts:
         if (common := boxes.intersect(part, box)) is not None:
             yield value, boxes.relative(common, part), boxes.relative(common, box)
@@ -101,7 +101,7 @@ def copy_range(
     """Copy a tensor in a file into `out`, casting where the dtypes differ; `fill` reads bytes into memory."""
     whole = boxes.full(source.shape)
     for piece in pieces(whole, source.dtype.itemsize, source.strides):
-        # One read gets the piece, and what of the file lies between its elements.
+        # One read for the piece, including the bytes of the file between its elements.
         place = boxes.relative(piece, whole)
         part = source.part(place)
         flat = room(span(part.shape, part.strides) * part.dtype.itemsize)
@@ -126,5 +126,5 @@ def pread(handle: int, start: int, target: memoryview) -> None:
 
 
 def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor that is not empty, both counted."""
+    """Count the elements from the first to the last of a nonempty tensor, inclusive."""
     return 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))

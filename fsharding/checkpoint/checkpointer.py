@@ -1,6 +1,6 @@
-"""`Checkpointer`: the checkpoints of a run in one directory, each under its step.
+"""`Checkpointer`: the checkpoints of a run in one directory, named by their steps.
 
-Guarantee: an old checkpoint goes only when a newer one is complete, and nothing but complete ones of ours goes.
+Guarantee: an old checkpoint is removed only once a newer one is complete; nothing else is ever removed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ __all__ = ["Checkpointer"]
 
 
 class Checkpointer:
-    """Keeps the newest checkpoints of a run. Its calls are collective.
+    """Saves checkpoints of a run and keeps the newest. Its calls are collective.
 
     Args:
-        directory: which holds them; made with the first.
-        keep: how many stay; None for all.
-        every: `after_step` saves when this divides the step.
-        background: return from a save when the state is copied, and write it beside the training.
-        data: whose position goes into each checkpoint, and which `load` brings back to it: anything with `state_dict`
-            and `load_state_dict`, such as `fs.data.packed` or a `StatefulDataLoader`.
-        timeout: of each save; see `save`.
+        directory: Parent directory of the checkpoints; created by the first save.
+        keep: Number of checkpoints to keep; None keeps all.
+        every: Interval in steps at which `after_step` saves.
+        background: Whether to write in the background, as `save_async` does.
+        data: Data whose position each checkpoint stores and `load` restores, as in `save`.
+        timeout: Time limit of each save, as in `save`.
 
     Raises:
         ConfigError: a number below 1.
-        ArgumentError: `data` has no position.
+        ArgumentError: `data` without `state_dict` and `load_state_dict`.
 
     Example:
         >>> opt, layout = fs.sgd(0.1), fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -66,7 +65,7 @@ class Checkpointer:
     ) -> None:
         numbers = {"keep": keep, "every": every}
         if rows := [f"{name}={n}" for name, n in numbers.items() if n is not None and n < 1]:
-            mend = "Give numbers of at least 1; keep=None keeps all."
+            mend = "Pass numbers of at least 1; keep=None keeps all."
             raise ConfigError(message("cannot keep fewer than one.", rows, mend))
         self.directory = real_path(directory)
         if data is not None:
@@ -91,16 +90,16 @@ class Checkpointer:
     @public
     @called_by_all
     def save(self, state: TrainState, extra: Any = None, *, number: int | None = None) -> None:
-        """Saves to `directory/<number>`, and then removes what is too old; see `save_async`.
+        """Save to `directory/<number>`, then remove the oldest checkpoints beyond `keep`.
 
         Args:
-            state: the `TrainState` to save.
-            extra: as in `save`.
-            number: by default the step of the state.
+            state: State to save.
+            extra: JSON value to store, as in `fs.checkpoint.save`.
+            number: Name of the checkpoint; by default the state's step.
 
         Raises:
-            CheckpointError: this one cannot be saved, or the one before it failed.
-            DonatedError: the state was donated.
+            CheckpointError: a state that can't be saved, or an earlier background save that failed.
+            DonatedError: a donated state.
         """
         settle()
         target = self.directory / str(int(state.step) if number is None else number)
@@ -113,11 +112,11 @@ class Checkpointer:
             job.run()
 
     def after_step(self, state: TrainState, extra: Any = None) -> bool:
-        """Saves when it is time; whether it did.
+        """Save if `every` divides the step; return whether it did. Takes `state` and `extra` as `save` does.
 
         Raises:
-            CheckpointError: as `save`.
-            DonatedError: the state was donated.
+            CheckpointError: as in `save`.
+            DonatedError: a donated state.
         """
         due = int(state.step) % self.every == 0
         if due:
@@ -125,34 +124,39 @@ class Checkpointer:
         return due
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, once nothing is being written any more.
+        """Wait for the background save, and find the newest complete checkpoint, if any.
 
         Raises:
-            CheckpointError: a save in the background failed.
+            CheckpointError: a background save failed.
         """
         settle()
         return latest(self.directory)
 
     @public
     def load(self, layout: Layout, *, opt: GradientTransformation | None = None) -> TrainState:
-        """The newest complete checkpoint in a layout, and `data` at its position; see `load`.
+        """Load the newest complete checkpoint, and restore the position of `data`; see `fs.checkpoint.load`.
+
+        Args:
+            layout: Layout of the state.
+            opt: Optimizer of the state.
 
         Raises:
-            CheckpointError: there is none, or it cannot be loaded.
+            CheckpointError: there is no complete checkpoint, or it can't be loaded.
         """
         newest = self.latest()
         if newest is None:
-            raise CheckpointError(message(f"finds no complete checkpoint in {self.directory}."))
+            mend = "Start with fs.init_state, or pass the directory of a run that has saved."
+            raise CheckpointError(message(f"finds no complete checkpoint in {self.directory}.", mend=mend))
         return load(newest, layout, opt=opt, data=self.data)
 
     def wait(self) -> None:
-        """Returns when nothing is being written any more.
+        """Wait for the background save.
 
         Raises:
-            CheckpointError: a save in the background failed.
+            CheckpointError: the save failed.
         """
         settle()
 
     def close(self) -> None:
-        """The same as `wait`."""
+        """Wait for the background save, as `wait` does."""
         settle()

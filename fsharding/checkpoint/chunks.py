@@ -1,4 +1,4 @@
-"""Where the boxes of leaves are in the files of a checkpoint: one table, from the manifest or from DCP's `.metadata`.
+"""The table of chunks, boxes of leaves in the files of a checkpoint, from the manifest or from DCP's `.metadata`.
 
 Guarantee: chunks have each element of their leaf once, in files that the directory has.
 """
@@ -44,14 +44,14 @@ class Chunk(NamedTuple):
     """A box of a leaf in a file."""
 
     path: str
-    leaf: LeafType  # with its global shape
+    leaf: LeafType  # with the full shape
     box: Box
-    place: Place  # of its record; of the values alone if there is no need to read the record
+    place: Place  # of the record, or of the values if their offset is known
     values: int | None = None  # byte of the file where the values begin; None if only the record has it
 
 
 class Stored(NamedTuple):
-    """A leaf as the files have it."""
+    """A leaf in the files."""
 
     leaf: LeafType
     chunks: tuple[Chunk, ...]  # which tile it
@@ -59,14 +59,14 @@ class Stored(NamedTuple):
 
 
 def file_name(number: int) -> str:
-    """The name of the file that a rank writes."""
+    """Name the file that a rank writes."""
     return f"__{number}_0.distcp"
 
 
 def described(chunks: Iterable[Chunk]) -> dict[str, str] | None:
-    """Describe chunks as the manifest does, by path: `FILE BYTE START:STOP ...` for each, with commas in between."""
-    # A leaf is one string, since a manifest may only have so many values. None if there are too many chunks, or one
-    # whose values have no known place.
+    """Describe chunks for the manifest, by path: `FILE BYTE START:STOP ...` for each, separated by commas."""
+    # One string per leaf, because the number of values of a manifest is limited. None if there are too many chunks, or
+    # the values of one have no known place.
     result: dict[str, list[str]] = {}
     for chunk in sorted(chunks, key=lambda chunk: (chunk.path, chunk.box)):
         start = chunk.values if boxes.volume(chunk.box) else 0
@@ -83,7 +83,7 @@ def from_manifest(folder: Path, manifest: Manifest) -> dict[str, Stored]:
     """Read the chunks that a manifest describes, and check them."""
     table = manifest.chunks or {}
     result: dict[str, Stored] = {}
-    rows = [f"{path}: is no leaf" for path in table if path not in manifest.tree]
+    rows = [f"{path}: isn't a leaf" for path in table if path not in manifest.tree]
     for path, saved in manifest.tree.items():
         leaf = LeafType(saved.shape, getattr(torch, saved.dtype))
         try:
@@ -116,7 +116,7 @@ def _places(text: str, leaf: LeafType) -> list[tuple[Box, Place | None]]:
 _DCP = "torch.distributed.checkpoint.metadata."
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
-# Megatron Core keeps the plans of its save in it, and plain torch the path that it wrote to. They are ignored.
+# Megatron Core stores the plans of its save in it, and plain torch the path of the directory. Both are ignored.
 _NAMES = {
     *(_DCP + name for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex")),
     *(_DCP + name for name in ("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
@@ -130,7 +130,7 @@ _NAMES = {
 def from_metadata(
     folder: Path, pickled: bytes | bytearray, manifest: Manifest | None
 ) -> tuple[dict[str, Stored], dict[str, Place]]:
-    """Read what `.metadata` describes without running anything, and check it: chunks, and a record of each path."""
+    """Read `.metadata` without running any code, and check it: chunks, and a record of each path."""
     rows: list[str] = []
     result: dict[str, Stored] = {}
     records: dict[str, Place] = {}
@@ -168,7 +168,7 @@ def from_metadata(
 
 
 def _metadata(pickled: bytes | bytearray) -> dict[str, Any]:
-    """Return the attributes of DCP's metadata, or of the subclass that Megatron Core 0.15 has of it."""
+    """Return the attributes of DCP's metadata, or of its subclass in Megatron Core 0.15."""
 
     def find(module: str, name: str) -> Any:
         result, known = find_in(_NAMES, module, name)
@@ -181,7 +181,7 @@ def _metadata(pickled: bytes | bytearray) -> dict[str, Any]:
 
 
 def _attributes(value: object, *kinds: str) -> dict[str, Any]:
-    """Return the attributes of an object of one of some classes."""
+    """Return the attributes of an object of one of the classes."""
     if not isinstance(value, Made) or value.kind not in kinds:
         raise ValueError(f"something else is where a {kinds[0].rpartition('.')[2]} belongs")
     return named(value.state)
@@ -215,7 +215,7 @@ def _leaf(entry: Mapping[str, Any]) -> tuple[LeafType, list[Box]]:
     state = properties.state if isinstance(properties, Made) else None
     if isinstance(state, Pairs):
         state = (named(state).get("dtype"),)
-    dtype = state[0] if isinstance(state, tuple) and state else None  # the first of the tuple that it is saved as
+    dtype = state[0] if isinstance(state, tuple) and state else None  # its pickled state is a tuple with dtype first
     if not isinstance(dtype, torch.dtype):
         raise ValueError("it has no dtype")
     if not isinstance(chunks := entry.get("chunks"), list):
@@ -233,7 +233,7 @@ def _leaf(entry: Mapping[str, Any]) -> tuple[LeafType, list[Box]]:
 
 
 def plain_files(folder: Path) -> dict[str, SavedFile]:
-    """Return the plain files of a directory that nothing describes: their sizes, without checksums."""
+    """List the plain files of a directory without a manifest: sizes, without checksums."""
     result = {name: os.lstat(folder / name) for name in os.listdir(folder)}
     return {name: SavedFile(status.st_size, ()) for name, status in result.items() if stat.S_ISREG(status.st_mode)}
 
@@ -248,8 +248,6 @@ def _contradictions(found: Mapping[str, Stored], manifest: Manifest) -> list[str
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
-
-
 def _checked(
     path: str,
     leaf: LeafType,
@@ -259,7 +257,7 @@ def _checked(
     *,
     values: bool,
 ) -> Stored:
-    """Return a leaf with its chunks, and add a row for whatever is wrong with them."""
+    """Return a leaf with its chunks, and add a row for each problem."""
     result: list[Chunk] = []
     seen: set[tuple[int, ...]] = set()
     volume = 0

@@ -1,6 +1,6 @@
-"""Phases that all ranks finish or none does: each does its work, then all tell each other how it went.
+"""Phases that succeed on all ranks or on none: each rank works, then all exchange results and errors.
 
-Guarantee: if it raised on one rank, every rank raises the same `CheckpointError`, which says what happened where.
+Guarantee: if one rank fails, every rank raises the same `CheckpointError`, which shows what failed where.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 def together(
     work: Callable[[], tuple[Own, Answer]], group: dist.ProcessGroup | None = None
 ) -> tuple[Own, list[Answer]]:
-    """Run `work` on every rank, without collectives in it, and gather what it answers. Collective."""
+    """Run `work`, without collectives in it, on every rank, and all-gather its answers. Collective."""
     own = answer = problem = cause = None
     try:
         own, answer = work()
@@ -34,8 +34,7 @@ def together(
         cause = error
         worded = isinstance(error, FshardingError)
         problem = worded, str(error) if worded else f"{type(error).__name__}: {error}"
-    # A rank that failed takes part all the same, so that none waits for it; its exception is sent as text, since not
-    # every exception can be pickled.
+    # A rank that failed takes part too, so that none waits for it. It sends text: not every exception can be pickled.
     answers: list[Any] = [(answer, problem)]
     if dist.is_initialized():
         answers = [None] * world_size()
@@ -48,14 +47,14 @@ def together(
 
 
 def on_all(work: Callable[[], Own], group: dist.ProcessGroup | None = None) -> Own:
-    """Run `work` on every rank as `together` does, and return this rank's value; nothing but failures is sent."""
+    """Run `work` on every rank as `together` does, and return this rank's value; only errors are sent. Collective."""
     return together(lambda: (work(), None), group)[0]
 
 
 def agreed(
     work: Callable[[], tuple[Own, str]],
     rule: str = "got different things on different ranks.",
-    row: str = "has another path, config, or leaves",
+    row: str = "has a different path, config, or leaves",
     group: dist.ProcessGroup | None = None,
 ) -> Own:
     """Run `work` on every rank, and refuse ranks whose answers differ. Collective."""
@@ -72,9 +71,9 @@ def write_together(
     commit: Callable[[list[Answer]], None],
     group: dist.ProcessGroup | None = None,
 ) -> list[Answer]:
-    """Write an output on all ranks, which rank 0 begins and commits; it is complete, or not there. Collective."""
-    # Each phase ends with a meeting: no rank writes before the directory is there, and rank 0 commits nothing before
-    # all ranks have synced what they wrote. If a phase fails on one rank it raises on all, and rank 0 cleans up.
+    """Write an output on all ranks; rank 0 begins and commits it. It ends up complete or absent. Collective."""
+    # Each phase ends with a synchronization: no rank writes before the directory exists, and rank 0 commits only after
+    # all ranks have synced their files. If a phase fails on one rank it raises on all, and rank 0 cleans up.
     is_first = own_rank() == 0
     with ExitStack() as stack:
         on_all(watched(target, lambda: stack.enter_context(begin()) if is_first else None), group)
@@ -84,7 +83,7 @@ def write_together(
 
 
 def _failure(problems: Mapping[int, tuple[bool, str]]) -> CheckpointError:
-    """Word what went wrong on some ranks."""
+    """Build one error from those of some ranks."""
     by_text: dict[tuple[bool, str], list[int]] = {}
     for r, problem in sorted(problems.items()):
         by_text.setdefault(problem, []).append(r)

@@ -1,6 +1,6 @@
-"""Directories of checkpoints: written beside the target, renamed when complete, and found again after any interruption.
+"""Directories of checkpoints: written next to the target, renamed once complete, and found after any interruption.
 
-Guarantee: a complete checkpoint is there at any moment; only plain files that the manifest names are read.
+Guarantee: while a checkpoint is replaced, a complete one exists at any time; only plain files of the manifest are read.
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ def _aside(target: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
-
-
 @contextlib.contextmanager
 def partial_output(target: Path, *, file: bool = False) -> Generator[Path]:
-    """Lock an empty directory, or a file, beside a target, for `place` to put there; an exception removes it."""
+    """Lock an empty directory, or a file, next to a target; `place` renames it, and an exception removes it."""
     path = partial_of(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path, target, file=file) as lock:
@@ -58,14 +56,14 @@ def partial_output(target: Path, *, file: bool = False) -> Generator[Path]:
                 _remove(path / name)
             yield path
         except BaseException:  # also Ctrl-C
-            with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
+            with contextlib.suppress(OSError):  # the next save tries again to remove it
                 if lock.is_at(path):
                     _remove(path)
             raise
 
 
 def place(target: Path) -> None:
-    """Put a complete output in its place, where nothing is."""
+    """Rename a complete output to its target, which must not exist."""
     path = partial_of(target)
     if path.is_dir():
         sync(path)
@@ -75,7 +73,7 @@ def place(target: Path) -> None:
 
 @contextlib.contextmanager
 def writing(target: Path, *, file: bool = False) -> Generator[Path]:
-    """Give a path to write to, which becomes the target if all goes well, and is removed if not."""
+    """Yield a path to write to; it is renamed to the target at the end, or removed if the block raises."""
     with wording_failures(), naming_path(target), partial_output(target, file=file) as path:
         yield path
         place(target)
@@ -83,39 +81,39 @@ def writing(target: Path, *, file: bool = False) -> Generator[Path]:
 
 @contextlib.contextmanager
 def partial_checkpoint(target: Path) -> Generator[Path]:
-    """Lock the directory that one save of a checkpoint writes to; `commit` puts it in its place."""
+    """Lock the directory that a save of a checkpoint writes to; `commit` renames it to the target."""
     with partial_output(target) as path:
-        # The save that made what is at the target may still clear up: its lock went there with its directory.
+        # The save that wrote the existing target may still be cleaning up: it holds a lock on its renamed directory.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), _holding(target, target):
             pass
         aside = _aside(target)
         if aside.is_dir() and not target.exists():
             aside.rename(target)
         if os.path.lexists(target) and not _is_ours(target):
-            mend = "Give another path; nothing but a checkpoint is ever overwritten."
+            mend = "Pass a different path; only checkpoints are ever overwritten."
             raise CheckpointError(message(f"cannot write {target}: it exists and is not a checkpoint.", mend=mend))
         clear_stale(target.parent)
         yield path
 
 
 def commit(target: Path, text: str, files: Mapping[str, SavedFile]) -> None:
-    """Add the manifest to a partial checkpoint, and put it in its place."""
+    """Add the manifest to a partial checkpoint, and rename it to its target."""
     folder, aside = partial_of(target), _aside(target)
     sizes = {name: os.stat(folder / name).st_size for name in os.listdir(folder)}
-    rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
+    rows = [f"{name}: incomplete on rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
     if rows:
         raise not_shared(target, rows)
     check_readable(text, sum(file.bytes for file in files.values()))
-    # The manifest comes last, when the ranks have synced all that it names: a directory that has one is complete, after
-    # a loss of power too. So it and the names in the directory are on the disk before the renames.
+    # The manifest is written last, after the ranks have synced all files that it names: a directory that has one is
+    # complete, even after a power failure. For the same reason, sync it and the directory before the renames.
     with new_file(folder / MANIFEST) as stream:
         stream.write(text.encode())
     sync(folder)
     if aside.is_dir():
         shutil.rmtree(aside)
     if replaced := target.exists():
-        # No rename puts a directory over one that is not empty. A kill between the two renames leaves the old
-        # checkpoint aside, where `find` and `latest` see it as long as nothing is at the target.
+        # A rename can't replace a directory that isn't empty. If the process is killed between the two renames, `find`
+        # and `latest` find the old checkpoint under its `.replaced` name, as long as the target doesn't exist.
         target.rename(aside)
     try:
         folder.rename(target)
@@ -123,15 +121,14 @@ def commit(target: Path, text: str, files: Mapping[str, SavedFile]) -> None:
         if replaced:
             aside.rename(target)
         raise
-    sync(target.parent)  # the renames survive a loss of power
+    sync(target.parent)  # so that the renames survive a power failure
     if replaced:
-        # The new checkpoint is in its place: what is left of the old one is cleared by the next save.
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)  # the next save removes what is left
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Generator[BinaryIO]:
-    """Make a file, whose bytes are on the disk when the block ends."""
+    """Create a file, and sync it at the end of the block."""
     with path.open("xb") as stream:
         yield stream
         stream.flush()
@@ -140,24 +137,24 @@ def new_file(path: Path) -> Generator[BinaryIO]:
 
 def not_shared(target: Path, rows: Sequence[str]) -> CheckpointError:
     """Return the error of ranks that do not see the same directory."""
-    rule = f"needs a directory that all ranks share, and {target.parent} is none."
-    mend = "Give a path on a file system that every host has mounted, at the same place."
+    rule = f"needs a directory that all ranks share; {target.parent} isn't shared."
+    mend = "Pass a path on a file system that every host has mounted at the same place."
     return CheckpointError(message(rule, rows, mend))
 
 
 def partial_of(target: Path) -> Path:
-    """The directory that is written beside a target."""
+    """Return the path of the partial output for a target."""
     return target.with_name(f".{target.name}.partial")
 
 
 class _Lock(NamedTuple):
-    """An open file or directory of which this process has the lock."""
+    """An open file or directory that this process has locked."""
 
     fd: int
-    known: bool  # false if the file system knows no locks: then another process may have it as well
+    known: bool  # false if the file system doesn't support locks: other processes may hold it too
 
     def is_at(self, path: Path) -> bool:
-        """Return whether it is still at a path, neither renamed nor removed since."""
+        """Whether it is still at a path, neither renamed nor removed."""
         try:
             return os.path.samestat(os.fstat(self.fd), os.stat(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -166,7 +163,7 @@ class _Lock(NamedTuple):
 
 @contextlib.contextmanager
 def lock_alone(fd: int) -> Generator[_Lock]:
-    """Lock an open file or directory for this process, and close it at the end; the kernel unlocks it at a kill."""
+    """Lock an open file or directory for this process, and close it at the end; the kernel unlocks it on a kill."""
     try:
         known = True
         try:
@@ -177,7 +174,7 @@ def lock_alone(fd: int) -> Generator[_Lock]:
             known = False
         yield _Lock(fd, known)
     finally:
-        # Closing alone would not do: a process that was started meanwhile may have the lock open as well.
+        # Unlock before closing: a child process that was started meanwhile has the same open file, and so the lock.
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):  # nothing was written through it
@@ -186,12 +183,12 @@ def lock_alone(fd: int) -> Generator[_Lock]:
 
 @contextlib.contextmanager
 def _holding(path: Path, target: Path, flags: int = os.O_DIRECTORY) -> Generator[_Lock]:
-    """Lock what is at a path, by default a directory alone: opening a pipe would wait."""
+    """Lock a directory, or with other flags any file; by default only directories, since opening a pipe would block."""
     with contextlib.ExitStack() as stack:
         try:
             lock = stack.enter_context(lock_alone(os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)))
         except BlockingIOError as error:
-            mend = "Wait for it, or give another path."
+            mend = "Wait for it, or pass a different path."
             text = message(f"cannot write {target}: another save is writing it.", mend=mend)
             raise CheckpointError(text) from error
         yield lock
@@ -201,12 +198,12 @@ def _holding(path: Path, target: Path, flags: int = os.O_DIRECTORY) -> Generator
 def _locked(path: Path, target: Path, *, file: bool) -> Generator[_Lock]:
     """Make a file or a directory, and lock it."""
     while True:
-        with contextlib.suppress(FileExistsError):  # not exist_ok, which looks again, and may find it gone meanwhile
+        with contextlib.suppress(FileExistsError):  # not exist_ok=True, which checks again and may find it removed
             path.touch(exist_ok=False) if file else path.mkdir()
         with contextlib.ExitStack() as stack:
             try:
                 lock = stack.enter_context(_holding(path, target, os.O_NOFOLLOW | os.O_NONBLOCK))
-            except FileNotFoundError:  # another save was just done with it
+            except FileNotFoundError:  # another save has just finished with it
                 continue
             if not lock.is_at(path):
                 continue
@@ -214,24 +211,24 @@ def _locked(path: Path, target: Path, *, file: bool) -> Generator[_Lock]:
             if path.is_file() == file:
                 yield lock
                 return
-            _remove(path)  # left by an export in another format
+            _remove(path)  # left by an export in a different format
 
 
 def _check_left_by_us(path: Path, target: Path) -> None:
-    """Refuses to clear away what no save has written, whatever the name of the place where it is."""
+    """Refuse to remove files that no save has written."""
     if path.is_dir():
         rows = sorted(name for name in os.listdir(path) if not _WRITTEN.fullmatch(name))
     else:
-        rows = [] if path.is_file() else ["it is no file and no directory"]
+        rows = [] if path.is_file() else ["it is neither a file nor a directory"]
     if rows:
-        rule = f"cannot write {target}: it would be written at {path}, and something that no save has left is there."
-        raise CheckpointError(message(rule, rows, "Move it away, or give another path."))
+        rule = f"cannot write {target}: the partial output {path} has content that no save has written."
+        raise CheckpointError(message(rule, rows, "Move it away, or pass a different path."))
 
 
 def clear_stale(root: Path) -> None:
-    """Remove what interrupted saves of steps left in a directory. On one rank."""
-    # A partial checkpoint goes when no save holds its lock; where the file system knows no locks, it stays. One that
-    # was set aside goes when a complete one is in its place.
+    """Remove what interrupted saves of steps left in a directory. Runs on one rank."""
+    # Remove a partial checkpoint only if its lock is free, and never if the file system doesn't support locks. Remove a
+    # replaced one only if a complete checkpoint has its name.
     for name in os.listdir(root):
         result = _STALE.fullmatch(name)
         folder = root / name
@@ -243,14 +240,14 @@ def clear_stale(root: Path) -> None:
         elif kind == "partial" and all(_OURS.fullmatch(inner) for inner in os.listdir(folder)):
             gone = FileNotFoundError, NotADirectoryError, CheckpointError
             with contextlib.suppress(*gone), _holding(folder, folder) as lock:
-                # Under the lock, and only if it is still there: a save that ended meanwhile has renamed its own away.
+                # Only if it is still there: a save that finished before the lock was taken has renamed it.
                 if lock.known and lock.is_at(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def naming_path(path: Path) -> Generator[None]:
-    """Add a path to an OSError that has none: the system does not name a file whose disk is full."""
+    """Add a path to OSErrors that have none, such as ENOSPC."""
     try:
         yield
     except OSError as error:
@@ -260,7 +257,7 @@ def naming_path(path: Path) -> Generator[None]:
 
 
 def append(fd: int, data: bytes) -> None:
-    """Append all bytes to a file, or none: cut off again what a full disk took of them."""
+    """Append all bytes to a file, or none: truncate it again if the disk is full."""
     size = os.fstat(fd).st_size
     left = memoryview(data)
     try:
@@ -273,7 +270,7 @@ def append(fd: int, data: bytes) -> None:
 
 @contextlib.contextmanager
 def wording_failures() -> Generator[None]:
-    """Words what the system says of a file, such as that the disk is full, as a `CheckpointError`."""
+    """Convert OSErrors, such as of a full disk, to `CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -288,7 +285,7 @@ def _remove(path: Path) -> None:
 
 
 def _is_ours(target: Path) -> bool:
-    """Whether a directory is a checkpoint, whole or not, or empty."""
+    """Whether a directory is a checkpoint, complete or not, or empty."""
     if not target.is_dir():
         return False
     if all(_OURS.fullmatch(name) for name in os.listdir(target)):
@@ -301,7 +298,7 @@ def _is_ours(target: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the entries of a directory, last."""
+    """Sync a file, or the entries of a directory, to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -310,10 +307,8 @@ def sync(path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
-
-
 def real_path(path: StrPath) -> Path:
-    """Return the real path of what a user named, which need not exist."""
+    """Resolve a user's path, which need not exist."""
     check_local(path)
     try:
         return Path(os.path.realpath(path))
@@ -322,14 +317,14 @@ def real_path(path: StrPath) -> Path:
 
 
 def new_target(path: StrPath) -> tuple[Path, list[str]]:
-    """Return where an output is to be made, which may be at a link's path, and a row if something is there."""
+    """Return the absolute path of a new output, without resolving a link, and a row if it exists."""
     real_path(path)
     target = Path(os.path.abspath(path))
-    return target, [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
+    return target, [f"{target}: the path exists, and is never overwritten"] if os.path.lexists(target) else []
 
 
 def find(path: StrPath) -> Path:
-    """Return where a checkpoint is: at its path, or set aside by a save that was interrupted as it replaced it."""
+    """Find a checkpoint at its path, or under its `.replaced` name if a save was interrupted while replacing it."""
     target = real_path(path)
     aside = _aside(target)
     with wording_failures():
@@ -337,14 +332,14 @@ def find(path: StrPath) -> Path:
 
 
 def found(path: StrPath) -> tuple[Path, Manifest]:
-    """Return where a checkpoint is, and its manifest."""
+    """Return the directory of a checkpoint, and its manifest."""
     with wording_failures():
         folder = find(path)
         return folder, read_manifest(folder)
 
 
 def read_manifest(folder: Path, *, newer: bool = False) -> Manifest:
-    """Return the manifest in a directory."""
+    """Read the manifest in a directory."""
     if os.path.lexists(folder / MANIFEST):
         try:
             others = sum(file.bytes for name, file in plain_files(folder).items() if name != MANIFEST)
@@ -360,15 +355,15 @@ def read_manifest(folder: Path, *, newer: bool = False) -> Manifest:
 
 
 def _something_else(folder: Path) -> tuple[str, str]:
-    """Say what is at a path instead of a checkpoint, and what to do with it."""
+    """Describe what is at a path instead of a checkpoint, and how to read it."""
     if not folder.is_dir():
-        return "it is no directory" if os.path.lexists(folder) else "there is no such directory", _LATEST
+        return "it isn't a directory" if os.path.lexists(folder) else "there is no such directory", _LATEST
     names = set(os.listdir(folder))
     foreign = "fs.foreign.load_weights(path, layout, names)"
     if not names:
         return "the directory is empty", _LATEST
     if backend := _megatron(folder):
-        mend = "Give a directory that fs.checkpoint.save has written."
+        mend = "Pass a directory that fs.checkpoint.save has written."
         if backend == "torch_dist":
             mend = "Read it with fs.megatron.load(path, layout, config), or fs.megatron.load_state."
         return f"it is one in Megatron's {backend} format", mend
@@ -380,14 +375,14 @@ def _something_else(folder: Path) -> tuple[str, str]:
     for inner in (folder, folder / "ckpt"):
         if complete := _complete(inner):
             what = "it is the directory of a run" if inner != folder else "it is a directory of checkpoints"
-            return what, f"Give one of its checkpoints, such as the newest: {complete[0]}"
+            return what, f"Pass one of its checkpoints, such as the newest: {complete[0]}"
     if "metrics.jsonl" in names:
-        return "it is the directory of a run that has no complete checkpoint", "Give the directory of another run."
+        return "it is the directory of a run that has no complete checkpoint", "Pass the directory of a different run."
     return f"there is no {MANIFEST} in it, so its save was never finished", _LATEST
 
 
 def _megatron(folder: Path) -> str:
-    """The name of Megatron's format that a directory is in, else ""."""
+    """Name the Megatron format of a directory; "" for others."""
     with contextlib.suppress(OSError, ValueError):
         said = read_json(folder / "metadata.json", most=1 << 16)
         backend = said.get("sharded_backend") if isinstance(said, dict) else None
@@ -398,10 +393,16 @@ def _megatron(folder: Path) -> str:
 
 @public
 def metadata(path: StrPath) -> Manifest:
-    """Reads the description that a checkpoint has of itself, and no other file; any process can call it.
+    """Read the manifest of a checkpoint, and no other file. Any process can call it alone.
+
+    Args:
+        path: Checkpoint directory.
+
+    Returns:
+        The manifest: step, layout, leaves, files, and `extra`.
 
     Raises:
-        CheckpointError: there is no checkpoint, or its manifest cannot be used.
+        CheckpointError: the path isn't a checkpoint, or its manifest is damaged or of a newer version.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -415,17 +416,20 @@ def metadata(path: StrPath) -> Manifest:
 
 @public
 def latest(directory: StrPath) -> Path | None:
-    """The complete checkpoint of a directory with the highest step; None if there is none.
+    """Find the complete checkpoint with the highest step.
 
-    Complete means: its manifest can be read, and every file that it names is there in its size. Checksums are left to
-    `load`. A checkpoint of a newer format counts, so that `load` refuses it by name instead of going back in silence.
-    One that was set aside by an interrupted save counts as long as nothing complete is in its place.
+    A checkpoint is complete if its manifest is readable and all files exist with the right sizes; `load` compares the
+    checksums. Checkpoints of newer format versions count, so that `load` refuses them instead of silently resuming from
+    an older one. So do checkpoints that an interrupted save was replacing.
 
     Args:
-        directory: which holds checkpoints, under any names.
+        directory: Parent directory of checkpoints with any names.
+
+    Returns:
+        Path of the checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: the system cannot look there, such as at a name that is too long.
+        CheckpointError: the directory can't be read.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -442,37 +446,37 @@ class Seen(NamedTuple):
     """A directory that looks like a checkpoint."""
 
     path: Path
-    number: int  # its step, or the number that is its name where its manifest cannot be read
-    problem: str  # why it is not complete; empty when it is
+    number: int  # its step, or its name as a number if the manifest is unreadable
+    problem: str  # why it isn't complete, or ""
 
 
 def survey(directory: StrPath) -> list[Seen]:
-    """Return all that looks like a checkpoint in a directory, newest first, and complete ones first of a step."""
+    """List everything that looks like a checkpoint, newest first, and complete ones first among equal steps."""
     root = real_path(directory)
     result = dict[str, Seen]()
     for name in os.listdir(root) if root.is_dir() else ():
         numbered = re.fullmatch(r"\.?(\d+)(\.partial)?", name)
         step, problem = _state_of(root / name)
-        if name.startswith(".") and not _ASIDE.fullmatch(name):  # it may be in the middle of a save
+        if name.startswith(".") and not _ASIDE.fullmatch(name):  # a save may be writing it
             step, problem = None, problem or _UNFINISHED
         if step is not None:
             result[name] = Seen(root / name, step, "")
         elif numbered is not None and (root / name).is_dir():
             result[name] = Seen(root / name, int(numbered[1]), problem)
-    # One that was set aside counts as long as nothing complete is in its place.
-    whole = {f".{name}.replaced" for name, seen in result.items() if not seen.problem}
-    kept = [seen for name, seen in result.items() if name not in whole]
-    # Of several of one step the longest run comes first: names are numbers, and steps can be skipped.
+    # A `.replaced` checkpoint counts only if no complete one has its name.
+    outdated = {f".{name}.replaced" for name, seen in result.items() if not seen.problem}
+    kept = [seen for name, seen in result.items() if name not in outdated]
+    # Several names may have one step, since a run may skip steps: larger numbers, so longer names, are newer.
     return sorted(kept, key=lambda x: (x.number, not x.problem, len(x.path.name), x.path.name), reverse=True)
 
 
 def _complete(directory: StrPath) -> list[Path]:
-    """Return the complete checkpoints of a directory, newest first."""
+    """List the complete checkpoints of a directory, newest first."""
     return [seen.path for seen in survey(directory) if not seen.problem]
 
 
 def _state_of(folder: Path) -> tuple[int | None, str]:
-    """Return the step of a complete checkpoint; of anything else None, and what is wrong with it in one line."""
+    """Return the step of a complete checkpoint, or None and the problem in one line."""
     if not os.path.lexists(folder / MANIFEST):
         return None, _UNFINISHED  # the manifest is written last
     try:
@@ -484,13 +488,13 @@ def _state_of(folder: Path) -> tuple[int | None, str]:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return function and rule of an error, and its first row."""
+    """Shorten an error to its rule and first row."""
     return " ".join(line.strip() for line in str(error).splitlines()[:2])
 
 
 def retire(root: Path, keep: int, newest: Path) -> None:
-    """Remove all but the newest checkpoints that are named by a number, and keep `newest`. On one rank."""
-    # Each is renamed to a hidden name first, so an interruption leaves nothing half under the name of a whole.
+    """Remove all but the newest checkpoints with numbers as names; always keep `newest`. Runs on one rank."""
+    # Rename first, so that an interruption never leaves a partial checkpoint under a valid name.
     clear_stale(root)
     numbered = [x for x in _complete(root) if re.fullmatch(r"0|[1-9]\d*", x.name) and x != newest]
     for path in sorted(numbered, key=lambda x: int(x.name), reverse=True)[keep - 1 :]:

@@ -1,6 +1,6 @@
-"""`inspect`: what a checkpoint holds, and whether it is complete, as text and as JSON.
+"""`inspect`: list the contents of a checkpoint and check its files, as text and as JSON.
 
-Guarantee: if `damaged` is empty, `load` takes the files; if not, `load` refuses them, or torch reads something else.
+Guarantee: if `damaged` is empty, `load` accepts the files; if not, `load` refuses them or torch reads wrong values.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint seen from outside.
+    """Contents and condition of a checkpoint.
 
     Attributes:
-        path: where it is.
-        manifest: what it says of itself; None where that is damaged.
-        damaged: what is wrong, one row a file, or one for each reason that `load` would have; empty when all is well.
+        path: Directory.
+        manifest: Manifest; None if it is damaged.
+        damaged: Problems, one row per file, or the reason for which `load` would refuse it; empty if there are none.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -51,22 +51,22 @@ class Inspection:
 
     @property
     def leaf_bytes(self) -> int:
-        """Bytes of all leaves."""
+        """Total size of the leaves, in bytes."""
         return sum(map(_bytes, self.manifest.tree.values())) if self.manifest else 0
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of all files that the manifest names."""
+        """Total size of the files in the manifest, in bytes."""
         return sum(file.bytes for file in self.manifest.files.values()) if self.manifest else 0
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Convert to JSON values: dicts, lists, strings and numbers."""
         manifest = self.manifest
         result: dict[str, Any] = {"path": str(self.path), "ok": not self.damaged, "damaged": [*self.damaged]}
         if manifest is None:
             return result
-        told = ("step", "layout", "extra", "data", "torch", "fsharding", "version")
-        result |= {name: getattr(manifest, name) for name in told}
+        shown = ("step", "layout", "extra", "data", "torch", "fsharding", "version")
+        result |= {name: getattr(manifest, name) for name in shown}
         return result | {
             "leaves": {
                 path: {"shape": [*leaf.shape], "dtype": leaf.dtype, "spec": leaf.spec, "bytes": _bytes(leaf)}
@@ -104,14 +104,16 @@ class Inspection:
 
 @public
 def inspect(path: StrPath) -> Inspection:
-    """Looks at a checkpoint, and reads all of its files once to compare checksums. On one process.
+    """Check a checkpoint: read all of its files once and compare checksums. Any process can call it alone.
 
     Args:
-        path: the directory of a checkpoint.
+        path: Checkpoint directory.
+
+    Returns:
+        Contents, and in `damaged` the problems for which `load` would refuse it.
 
     Raises:
-        CheckpointError: there is no checkpoint; the text says what is there instead. One that is damaged, or that
-            `load` refuses whatever it is to be loaded into, is returned as such.
+        CheckpointError: the path isn't a checkpoint; the message describes what it is instead.
 
     Example:
         >>> import os
@@ -135,7 +137,7 @@ def inspect(path: StrPath) -> Inspection:
 
 
 def _objections(folder: Path, manifest: Manifest) -> list[str]:
-    """Why `load` would refuse files that are as the manifest says."""
+    """List why `load` would refuse files that have the right checksums."""
     try:
         source = open_source(folder, manifest, as_torch=True)
         chunks = described(source.located())
@@ -155,7 +157,7 @@ def _bytes(leaf: SavedLeaf) -> int:
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns side by side; the last one, numbers, to the right. A name that is too long has a line of its own."""
+    """Align rows as columns, the last one to the right; a name that is too long gets a separate line."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(len(rows[0][0]), min(widths[0], _WIDTH - sum(width + 2 for width in widths[1:])))
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""`load`: a checkpoint in any layout of the same model, or an error that says what is wrong with it.
+"""`load`: read a checkpoint into any layout of the same model, or raise an error that lists all problems.
 
 Guarantee: `load(save(x, A), B) == reshard(x, B)`, bitwise, for every strategy, mesh and precision.
 """
@@ -61,31 +61,31 @@ def load(
     cast: bool = False,
     data: Stateful | None = None,
 ) -> TrainState:
-    """Reads a checkpoint into a layout: the one that it was saved in, or any other of the same model. Collective.
+    """Load a checkpoint into a layout of the same model, on any mesh and strategy. Collective.
 
-    Parameters in the compute dtype, and copies, are made from the main parameters, as a step makes them. A loss scale
-    that the layout's precision does not want is dropped; one that it wants and the checkpoint lacks starts afresh.
+    Compute-dtype parameters are cast from the main parameters, as in a step. A loss scale that the layout's precision
+    lacks is dropped; a missing one starts at its initial value.
 
     Args:
-        path: the directory of a checkpoint.
-        layout: where everything goes. Its mesh may have another number of ranks than the one that saved.
-        opt: the optimizer, whose `init` says what the optimizer state should be; it runs on the meta device, so it must
-            not look at values. Without it the state is what the checkpoint has, if it is of fsharding's own optimizers.
-            With it the layout may have other leaves frozen: those that are trained from here on get new moments.
-        cast: allow dtypes that differ, and cast to those that are wanted.
-        data: goes on from the position that was saved with `data=`. Where all data ranks had the same one, as those of
-            `fs.data.packed` have, any mesh takes it; else as many data ranks have to be there.
+        path: Checkpoint directory.
+        layout: Layout of the result; its mesh may have a different number of ranks than the one that saved.
+        opt: Optimizer. Its `init` runs on the meta device to check the optimizer state, so it can't read values. It may
+            be omitted for fsharding's optimizers. With it, the layout may freeze different leaves than the checkpoint;
+            newly trained leaves get new moments.
+        cast: Whether to cast leaves that have different dtypes, instead of raising.
+        data: Data to resume at the saved position. If all data ranks had one position, as with `fs.data.packed`, any
+            mesh can resume it; otherwise the number of data ranks must match.
 
     Returns:
-        The state, bitwise what was saved, but for what was cast.
+        The state, bitwise equal to the saved one unless cast.
 
     Raises:
-        CheckpointError: on every rank: no checkpoint, or one that is incomplete, damaged, of a newer version, of
-            another model, optimizer or main dtype. Every leaf that differs and every damaged file is listed. With
-            `data`: no position, or positions of another number of data ranks; or the data refuses its own.
-        LayoutError: the layout is on an abstract mesh.
-        ArgumentError: no path, or no layout; a state, say, has one: `state.layout`.
-        RankError: a rank is gone, or does not call it.
+        CheckpointError: on every rank, a missing, incomplete or damaged checkpoint, a newer format version, or a
+            different model, optimizer or main dtype; all leaves and files are listed. With `data`, a missing position,
+            a different number of data ranks, or a position that the data refuses.
+        LayoutError: a layout on an abstract mesh.
+        ArgumentError: arguments that aren't a path and a layout; pass `state.layout` instead of a state.
+        RankError: a rank is lost, or doesn't make the call.
 
     Example:
         >>> mesh, opt = fs.make_mesh(dp=-1, device="cpu"), fs.adamw(1e-3)
@@ -101,6 +101,7 @@ def load(
         check_stateful(data)
     folder, manifest, damaged = _look(path)
     position = select(str(folder), manifest, layout) if data is not None else None
+    # Load with the leaves frozen that were frozen, so that the moments match; `refrozen` then changes which are.
     wanted_layout = layout
     if opt is not None:
         layout = layout.with_frozen(manifest.layout.get("frozen", ()))
@@ -109,6 +110,7 @@ def load(
     extra = [path for path in manifest.tree if path not in wanted and not path.startswith("loss_scale")]
     rows = [f"{path} is extra: {manifest.tree[path]}" for path in extra]
     rows += _changed_frozen(manifest, wanted, layout) if opt is None else []
+    # Compare before refusing damaged files: a checkpoint of a different model is the better reason.
     _compare(folder, manifest, wanted, rows, cast=cast)
     if damaged:
         raise _refusal(folder, manifest, damaged)
@@ -127,21 +129,21 @@ def load(
 def load_leaves(
     path: StrPath, paths: str | Sequence[str], layout: Layout | None = None, *, cast: bool = False
 ) -> dict[str, Tensor]:
-    """Reads some leaves of a checkpoint, and of its files no more than they need.
+    """Load some leaves of a checkpoint; only their parts of the files are read.
 
     Args:
-        path: the directory of a checkpoint.
-        paths: dotted paths as in the manifest, or beginnings of them: `params.blocks` is every leaf under it.
-        layout: where the leaves go: parameters and what belongs to them become DTensors, as in `load`; collective.
-            Without it every leaf is a whole tensor on the CPU, of the dtype that was saved, in this process alone.
-        cast: with a layout, allow dtypes that differ from what it wants, and cast to those.
+        path: Checkpoint directory.
+        paths: Dotted paths as in the manifest, or prefixes: `params.blocks` selects every leaf below it.
+        layout: Layout of the leaves, which become DTensors as in `load`; the call is collective then. By default each
+            leaf is a full CPU tensor in its saved dtype, and any process may make the call alone.
+        cast: Whether to cast leaves that have different dtypes than the layout, instead of raising.
 
     Returns:
         The leaves by path.
 
     Raises:
-        CheckpointError: as `load`; a path that no leaf has, with those that look like it.
-        LayoutError: the layout is on an abstract mesh.
+        CheckpointError: as in `load`, or a path that matches no leaf, with similar ones.
+        LayoutError: a layout on an abstract mesh.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -175,18 +177,18 @@ def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: 
 
 
 def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]:
-    """The leaves that some paths, or beginnings of them, mean."""
+    """Select the leaves at paths or below them."""
     leaves = sorted(manifest.tree)
     result: dict[str, None] = {}
     missing: list[str] = []
     for path in dict.fromkeys(paths):
-        # "/" is the character after ".": between the two stand the paths that go on with a dot.
+        # "/" is the character after ".": between the two are the paths that continue with a dot.
         below = leaves[bisect_left(leaves, f"{path}.") : bisect_left(leaves, f"{path}/")]
         found = [path, *below] if path in manifest.tree else below
         result |= dict.fromkeys(found)
         missing += [] if found else [path]
     if missing:
-        # Comparing every text with every other would take for ever: the error shows the first ones alone.
+        # Comparing all pairs of texts could take hours: only the first ones, which the error shows, get suggestions.
         known = [leaf for leaf in leaves if len(leaf) <= _LONGEST_GUESS]
         guessed = {path for path in missing[:_SUGGESTED] if len(path) <= _LONGEST_GUESS}
         rows = [f"{path}: unknown.{did_you_mean(path, known) if path in guessed else ''}" for path in missing]
@@ -200,27 +202,26 @@ _LONGEST_GUESS = 200
 
 
 def _check_memory(folder: Path, leaves: Mapping[str, SavedLeaf]) -> None:
-    """Refuses leaves that no memory of this machine can hold: a file of holes takes no place on the disk."""
+    """Refuse leaves larger than this machine's memory; a sparse file can claim any size without using the disk."""
     wanted = sum(math.prod(leaf.shape) * getattr(torch, leaf.dtype).itemsize for leaf in leaves.values())
     if wanted > (there := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
         rows = [f"{path} is {leaf}" for path, leaf in leaves.items()]
-        rule = f"cannot hold {wanted:,} bytes of {folder} whole: this machine has {there:,}."
-        mend = "Give a layout, so that each rank reads its part: load_leaves(path, paths, layout)."
+        rule = f"cannot load {wanted:,} bytes of {folder}: this machine has {there:,}."
+        mend = "Pass a layout, so that each rank reads its part: load_leaves(path, paths, layout)."
         raise CheckpointError(message(rule, rows, mend))
 
 
 def _look(path: StrPath) -> tuple[Path, Manifest, list[str]]:
-    """The directory and its manifest, the same on all ranks; and which files are missing or cut."""
+    """Find the directory and its manifest, equal on all ranks, and the files that are missing or truncated."""
 
     def read() -> tuple[tuple[Path, Manifest], tuple[str, str, list[str]]]:
         folder = directory.find(path)
         manifest = directory.read_manifest(folder)
         share = _share(manifest)
         rows = damage(folder, share, hashed=False)
-        if manifest.chunks is not None and not rows:  # torch's description is compared with its checksum, but not read
+        if manifest.chunks is not None and not rows:  # torch's metadata isn't parsed, but its checksum must be right
             rows = damage(folder, {name: file for name, file in share.items() if name == METADATA})
-        told = str(folder), hashlib.sha256(repr(manifest).encode()).hexdigest(), rows
-        return (folder, manifest), told
+        return (folder, manifest), (str(folder), hashlib.sha256(repr(manifest).encode()).hexdigest(), rows)
 
     own, result = together(read)
     if len({(folder, digest) for folder, digest, _ in result}) > 1:
@@ -233,15 +234,12 @@ def _look(path: StrPath) -> tuple[Path, Manifest, list[str]]:
 
 
 def _share(manifest: Manifest) -> dict[str, SavedFile]:
-    """The files that this rank looks after."""
+    """Select the files that this rank checks."""
     return dict(list(manifest.files.items())[own_rank() :: world_size()])
 
 
-# ------------------------------------------------------------------------------------------------------ what should be
-
-
 def _wanted_leaves(layout: Layout, manifest: Manifest, of_opt: Sequence[str]) -> dict[str, Want]:
-    """The leaves of a state in this layout; of the optimizer state, some paths."""
+    """Describe the leaves of a state in this layout, with the given paths of the optimizer state."""
     mains = main_wants(layout)
     wanted = {leaf.path_in("params"): mains[leaf.path] for leaf in layout.leaves}
     wanted["step"] = Want((), torch.int64, None, _CPU)
@@ -262,15 +260,16 @@ def _wanted_leaves(layout: Layout, manifest: Manifest, of_opt: Sequence[str]) ->
 
 
 def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | None) -> tuple[dict[str, Want], Tree]:
-    """The leaves of a state in this layout, and the tree of the optimizer state with its paths as leaves."""
+    """Describe the leaves of a state in this layout, and build the optimizer state with paths as leaves."""
     if opt is None:
         opt_state = rebuild(manifest.structure, lambda path: path)
         paths = tree.leaves(opt_state)
         if missing := [path for path in paths if path not in manifest.tree]:
             rule = f"cannot read a checkpoint whose optimizer state has {len(missing)} leaves that it does not list."
-            mend = "Use another checkpoint, or a copy of this one; or give the optimizer, opt=."
+            mend = "Use a different checkpoint, or a copy of this one; or pass the optimizer, opt=."
             raise CheckpointError(message(rule, missing, mend))
         return _wanted_leaves(layout, manifest, paths), opt_state
+    # On the meta device the optimizer's `init` gives every shape and dtype without memory; only counts have values.
     wanted = _wanted_leaves(layout, manifest, ())
     kept, whole, stacked = layout.precision.moments, layout.meta_main(), layout.stacked
     first = opt.start(_meta_main(layout), moments=kept, shardings=layout.main, whole=whole, stacked=stacked)
@@ -287,7 +286,7 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
 
 
 def _in_other_groups(wanted: Collection[str], manifest: Manifest) -> dict[str, str]:
-    """Map moments that the checkpoint has in another group of `multi_transform` to their paths there."""
+    """Map moments that the checkpoint has in a different group of `multi_transform` to their saved paths."""
 
     def without_group(path: str) -> list[tuple[list[str], list[str]]]:
         parts = path.split(".")
@@ -299,17 +298,14 @@ def _in_other_groups(wanted: Collection[str], manifest: Manifest) -> dict[str, s
 
 
 def _meta_main(layout: Layout) -> Tree:
-    """Main parameters without memory; None for frozen leaves."""
+    """Build main parameters without memory; None for frozen leaves."""
     wants = main_wants(layout)
     leaves = [wants[leaf.path].without_memory().at_rest() if leaf.trainable else None for leaf in layout.leaves]
     return tree.unflatten(layout.structure, leaves)
 
 
-# ------------------------------------------------------------------------------------------------------- what there is
-
-
 def _compare(folder: Path, manifest: Manifest, wanted: dict[str, Want], also: list[str], *, cast: bool) -> None:
-    """Refuse a checkpoint whose leaves are not the wanted ones; list all of them, and `also` what else is wrong."""
+    """Refuse a checkpoint whose leaves differ from the wanted ones; list all of them, and the rows of `also`."""
     other: list[str] = []
     dtypes: list[str] = []
     for path, want in wanted.items():
@@ -340,7 +336,7 @@ def _compare(folder: Path, manifest: Manifest, wanted: dict[str, Want], also: li
 
 
 def _changed_frozen(manifest: Manifest, wanted: dict[str, Want], layout: Layout) -> list[str]:
-    """Leaves that were frozen and are trained now, or the other way: their moments cannot be as they were."""
+    """List leaves that are frozen in only one of checkpoint and layout: without `opt`, their moments can't be made."""
     if not any(path.startswith("opt_state") and want.sharding is not None for path, want in wanted.items()):
         return []
     frozen = manifest.layout.get("frozen", ())
@@ -357,11 +353,8 @@ def _refusal(folder: Path, manifest: Manifest, rows: list[str]) -> CheckpointErr
     return CheckpointError(message(rule, sorted(rows), OTHER))
 
 
-# ----------------------------------------------------------------------------------------------------------- the state
-
-
 def _read(folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
-    """All that is wanted, in new memory, on all ranks. Damage that one rank meets makes all look for the rest of it."""
+    """Read the wanted leaves into new memory. If one rank finds damage, all ranks check every file. Collective."""
 
     def attempt() -> tuple[dict[str, Tensor], str]:
         try:
@@ -381,7 +374,8 @@ def _read(folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[
 
 
 def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
-    """Reads this rank's part of each leaf, box by box in the order of the files, so that each block is read once."""
+    """Read this rank's part of each leaf, box by box in the order of the files, so that each block is read once."""
+    # Allocate a leaf when its first box is read: leaves that are kept off the device need memory only while they are.
     parts = [(path, box) for path, want in wanted.items() for box in want.without_memory().kept()]
     left = Counter(path for path, _ in parts)
     reading: dict[str, tuple[StateLeaf, dict[Box, Tensor]]] = {}
@@ -393,13 +387,13 @@ def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
         source.read(path, box, reading[path][1][box])
         left[path] -= 1
         if not left[path]:
-            # Memory to read a leaf into that is kept elsewhere is needed only until here.
+            # At once, not after the loop: a leaf in host or disk memory needs its read buffer only until here.
             result[path] = reading.pop(path)[0].at_rest()
     return {path: result[path] if path in result else want.empty().at_rest() for path, want in wanted.items()}
 
 
 def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> TrainState:
-    """A state from what was read: params are made from the main parameters."""
+    """Build a state from its leaves; parameters are cast from the main parameters."""
     stored = [read[leaf.path_in("params")] for leaf in layout.leaves]
     trained = [x if leaf.trainable else None for x, leaf in zip(stored, layout.leaves, strict=True)]
     main = tree.unflatten(layout.structure, trained)

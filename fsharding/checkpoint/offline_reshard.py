@@ -1,4 +1,4 @@
-"""`reshard_checkpoint`: a checkpoint as a run on another mesh would save it, on one process, a window at a time.
+"""`reshard_checkpoint`: rewrite a checkpoint as a run on a different mesh would save it, in a single process.
 
 Guarantee: loading the result equals loading the source, bitwise, in every layout.
 """
@@ -36,22 +36,21 @@ __all__ = ["reshard_checkpoint"]
 def reshard_checkpoint(
     source: StrPath, target: StrPath, axes: Mapping[str, int], strategy: Strategy | None = None
 ) -> Manifest:
-    """Writes a checkpoint in another layout. On one process; neither ranks nor devices of the new mesh are needed.
+    """Rewrite a checkpoint in a different layout, in a single process without the ranks or devices of the new mesh.
 
-    `load` reads any checkpoint into any layout: this is for many ranks that should each read one file.
+    `load` reads any checkpoint into any layout; use this if each of many ranks should read one file.
 
     Args:
-        source: a checkpoint that `save` has written; what is read of it is compared with its checksums.
-        target: the directory to be, which may be a checkpoint that is then replaced, but not the source.
-        axes: sizes of the axes of the new mesh; the product is its number of ranks.
-        strategy: by default the one that was saved.
+        source: Checkpoint directory; the checksums of everything that is read are compared.
+        target: New checkpoint directory; an existing checkpoint other than the source is replaced.
+        axes: Sizes of the axes of the new mesh; their product is the number of ranks.
+        strategy: Sharding over the data axes. Default: the saved one.
 
     Returns:
         The manifest of the new checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint, or a damaged one; something at the target that is no checkpoint; a file that
-            cannot be written.
+        CheckpointError: a missing or damaged checkpoint, a target that exists and isn't a checkpoint, or a write error.
         MeshError: an unknown axis, or a size below 1.
 
     Example:
@@ -63,16 +62,17 @@ def reshard_checkpoint(
         (2, "P('dp')")
     """
     if any(size == -1 for size in axes.values()):
-        mend = "Give every size: their product is the number of ranks."
+        mend = "Pass every size: their product is the number of ranks."
         raise MeshError(message("got an axis of size -1.", mend=mend))
     mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())))
     where = directory.real_path(target)
     folder, manifest = directory.found(source)
     if folder == where:
         rule = f"cannot write {where} over itself."
-        raise CheckpointError(message(rule, mend="Give another directory."))
+        raise CheckpointError(message(rule, mend="Pass a different directory."))
     with wording_failures():
         leaves = open_source(folder, manifest)
+    # Only the places of boxes change: structure, step, `extra` and positions of data are copied from the manifest.
     layout = layout_of(manifest, mesh, strategy)
     homes = saved_shardings(manifest, layout)
     wanted = {
@@ -91,7 +91,7 @@ def reshard_checkpoint(
 
 
 def _write(folder: Path, leaves: Source, writers: Mapping[str, Mapping[Box, int]]) -> list[Written]:
-    """Write the file of each rank in turn; a rank that would write nothing has none."""
+    """Write the file of each rank in turn, except for ranks without boxes."""
     by_rank: dict[int, list[tuple[str, Box]]] = {}
     for path, ranks in writers.items():
         for box in sorted(ranks):
@@ -106,6 +106,6 @@ def _write(folder: Path, leaves: Source, writers: Mapping[str, Mapping[Box, int]
                     leaves.read(path, piece, x)
                     writer.add(path, leaf.shape, piece, x)
                     writer.settle()
-                    del x  # before the next one is made
+                    del x  # before the next piece is allocated
             written.append(writer.close())
     return written

@@ -21,7 +21,7 @@ from fsharding.sharding.layout import Layout
 
 __all__ = ["Stateful", "check_stateful", "joined", "own_position", "select"]
 
-_TAG = "$"  # the only key of an object that stands for something that JSON has not
+_TAG = "$"  # the only key of an object that encodes a value which JSON lacks
 _DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 
 
@@ -29,26 +29,26 @@ class Stateful(Protocol):
     """Data whose position can be saved: torch's protocol of loaders and data sets."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The position: plain values, tensors and arrays."""
+        """Return the position: plain values, tensors and arrays."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Goes on from a position."""
+        """Continue from a position."""
         ...
 
 
 def check_stateful(data: Any) -> None:
-    """Refuses data without a position."""
+    """Refuse data without a position."""
     missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(data, name, None))]
     if missing:
         rule = f"takes data with a position, got {kind_of(data)} without {' and '.join(missing)}."
-        mend = "Give fs.data.packed(...), or a torchdata.stateful_dataloader.StatefulDataLoader; or leave data= out."
+        mend = "Pass fs.data.packed(...) or a torchdata.stateful_dataloader.StatefulDataLoader, or omit data=."
         raise ArgumentError(message(rule, mend=mend))
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
 def own_position(data: Stateful, layout: Layout) -> tuple[int, Any] | None:
-    """This rank's position: index of its data rank, and position; None where another rank speaks for it."""
+    """Return the index of this data rank and its position; None if a different rank of the same index sends it."""
     mesh = layout.mesh
     if not is_member(mesh):
         return None
@@ -60,20 +60,20 @@ def own_position(data: Stateful, layout: Layout) -> tuple[int, Any] | None:
     written = _written(data.state_dict(), "", rows)
     if rows:
         rule = f"cannot write {len(rows)} values of the position of {kind_of(data)}."
-        mend = "Give it numbers, texts, None, lists, tuples, dicts, bytes, tensors and arrays only."
+        mend = "Use only numbers, texts, None, lists, tuples, dicts, bytes, tensors and arrays."
         raise CheckpointError(message(rule, rows, mend))
     return data_rank_and_size(mesh)[0], written
 
 
 def joined(positions: Sequence[tuple[int, Any] | None]) -> dict[str, Any]:
-    """What the manifest keeps: the one position that all data ranks have, or one for each."""
+    """Join positions for the manifest: one if it is the same on all data ranks, else one for each."""
     by_index = dict(filter(None, positions))
     every = [by_index[index] for index in sorted(by_index)]
     return {"all": every[0]} if all(position == every[0] for position in every) else {"ranks": every}
 
 
 def _written(value: Any, path: str, rows: list[str]) -> Any:
-    """A value as JSON; what cannot be written is added to `rows`."""
+    """Convert a value to JSON; add a row for each that can't be converted."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -102,7 +102,7 @@ def _array(value: np.ndarray[Any, Any]) -> list[Any]:
 
 
 def _read(value: Any) -> Any:
-    """The value that JSON stands for."""
+    """Read a value from JSON."""
     if isinstance(value, list):
         return [_read(x) for x in cast("list[Any]", value)]
     if not isinstance(value, dict):
@@ -120,21 +120,22 @@ def _read(value: Any) -> Any:
     if kind == "dict":
         return dict(_read(parts[0]))
     if kind not in ("tensor", "array"):
-        raise ValueError(f"{kind!r} is no kind of value")
+        raise ValueError(f"{kind!r} isn't a kind of value")
     if not _DTYPE.fullmatch(parts[0]):
-        raise ValueError(f"{parts[0]!r} is no dtype of numbers")
+        raise ValueError(f"{parts[0]!r} isn't a numeric dtype")
     array = np.frombuffer(base64.b64decode(parts[2], validate=True), np.dtype(parts[0])).reshape(parts[1]).copy()
     return torch.from_numpy(array) if kind == "tensor" else array
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
 def select(where: str, manifest: Manifest, layout: Layout) -> Any:
-    """The position that this rank goes on from; None where the mesh does not have this rank."""
+    """Select this rank's position; None if the mesh doesn't have this rank."""
     saved = manifest.data
     if saved is None:
         rule = f"finds no position of data in {where}."
-        mend = "It was saved without data=: load it without data= as well, and bring the data to its place yourself."
+        mend = "It was saved without data=: load it without data= too, and set the position of the data yourself."
         raise CheckpointError(message(rule, mend=mend))
+    # A position that all data ranks shared belongs to none of them: any number of data ranks can continue from it.
     if not is_member(layout.mesh):
         return None
     index, count = data_rank_and_size(layout.mesh)
@@ -146,7 +147,7 @@ def select(where: str, manifest: Manifest, layout: Layout) -> Any:
         before = len(saved["ranks"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         rule = f"cannot read the position of data in {where}: {error}."
-        raise CheckpointError(message(rule, mend="Use another checkpoint, or load without data=.")) from error
+        raise CheckpointError(message(rule, mend="Use a different checkpoint, or load without data=.")) from error
     rule = f"got positions of {before} data ranks in {where}, and the mesh has {count}."
-    mend = f"Go on with {before} data ranks (replica, dp and ep). The position of fs.data.packed goes to any mesh."
+    mend = f"Use {before} data ranks (replica, dp and ep). The position of fs.data.packed loads on any mesh."
     raise CheckpointError(message(rule, mend=mend))

@@ -45,12 +45,10 @@ _KEPT_BLOCKS = 3
 
 
 class DamagedError(CheckpointError):
-    """Bytes that are not those that were written; the other exceptions of a load say that a checkpoint does not fit."""
+    """Files differ from what was written; other errors of a load mean that a checkpoint doesn't match."""
 
 
 # --------------------------------------------------------------------------------------------------------------- files
-
-
 def damage(folder: Path, files: Mapping[str, SavedFile], *, hashed: bool = True) -> list[str]:
     """Return one row for each problem of a checkpoint's files; without `hashed` only sizes are compared."""
     rows: list[str] = []
@@ -62,7 +60,7 @@ def damage(folder: Path, files: Mapping[str, SavedFile], *, hashed: bool = True)
             rows.append(f"{name} is missing")
             continue
         if not stat.S_ISREG(result.st_mode):
-            rows.append(f"{name} is no plain file")
+            rows.append(f"{name} isn't a plain file")
         elif result.st_size != want.bytes:
             rows.append(f"{name} has {result.st_size:,} bytes, the manifest says {want.bytes:,}")
         elif hashed:
@@ -81,7 +79,7 @@ def _difference(name: str, want: SavedFile, block: int, got: str) -> str:
 
 
 def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
-    """Read a block, and return its sha256, or "" if the file ends early; a small target takes each piece in turn."""
+    """Hash a block while reading it; return "" if the file ends early. A small target is reused for each piece."""
     digest = hashlib.sha256()
     start = block * file.block
     size = min(file.block, file.bytes - start)
@@ -100,7 +98,7 @@ def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
 
 
 class _Blocks:
-    """The files of a checkpoint in checked blocks, of which the last few are kept; neighbors share blocks."""
+    """Reads the files of a checkpoint in checked blocks and caches the last few, since neighbors share blocks."""
 
     def __init__(self, folder: Path, files: Mapping[str, SavedFile]) -> None:
         self._folder = folder
@@ -108,7 +106,7 @@ class _Blocks:
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
 
     def fill(self, name: str, start: int, target: memoryview) -> None:
-        """Reads the bytes from `start` on; whole blocks go to where they are wanted without a stop."""
+        """Read the bytes from `start` on; full blocks are read straight into the target."""
         file = self._files[name]
         stop = start + len(target)
         while target:
@@ -116,7 +114,7 @@ class _Blocks:
             low = block * file.block
             high = min((block + 1) * file.block, file.bytes)
             part = target[: min(high, stop) - start]
-            assert part, f"{name} has no byte {start:,}"  # places were compared with its size
+            assert part, f"{name} has no byte {start:,}"  # `chunks` has compared places with the file's size
             if len(part) == high - low and (name, block) not in self._kept:
                 self._check(name, block, part)
             else:
@@ -129,7 +127,7 @@ class _Blocks:
             self._kept.move_to_end((name, block))
             return self._kept[name, block]
         size = min(self._files[name].block, self._files[name].bytes)
-        # The memory of the block that was used longest ago serves again.
+        # Reuse the memory of the least recently used block.
         held = self._kept.popitem(last=False)[1] if len(self._kept) >= _KEPT_BLOCKS else memoryview(b"")
         if len(held) < size:
             held = memoryview(bytearray(size))
@@ -151,10 +149,8 @@ class _Blocks:
 
 
 # -------------------------------------------------------------------------------------------------------------- leaves
-
-
 class Source:
-    """A checkpoint that is read box by box."""
+    """A checkpoint, read box by box."""
 
     def __init__(
         self,
@@ -169,11 +165,11 @@ class Source:
         self._folder = folder
         self._inventory = inventory
         self._blocks = _Blocks(folder, files)
-        self._parsed: dict[Chunk, Range] = {}  # values of records, each of which is looked at once
+        self._parsed: dict[Chunk, Range] = {}  # values of records, each parsed once
         self._staging: Tensor | None = None
 
     def position(self, path: str, box: Box) -> tuple[str, int]:
-        """Where the first part of a box is: file and byte. Reading in this order reads every block once."""
+        """File and byte of the first part of a box. Reading boxes in this order reads every block once."""
         result = (c.place for c in self._inventory[path].chunks if boxes.intersect(c.box, box) is not None)
         return min(((place.file, place.first) for place in result), default=("", 0))
 
@@ -185,7 +181,7 @@ class Source:
             self._copy(chunk.place.file, self._values(chunk).part(there), out[here])
 
     def located(self) -> list[Chunk]:
-        """Look at every record without reading its values, and return all chunks with the places of these."""
+        """Parse every record without reading its values, and return all chunks with the places of their values."""
         result: list[Chunk] = []
         for chunk in (chunk for stored in self._inventory.values() for chunk in stored.chunks):
             values = self._values(chunk)
@@ -193,7 +189,7 @@ class Source:
         return result
 
     def _copy(self, file: str, source: Range, out: Tensor) -> None:
-        """Copy a tensor of a file, straight if both have the same bytes, else piece by piece through staging."""
+        """Copy a tensor of a file, directly if both have the same bytes, else piece by piece through a buffer."""
         fill = functools.partial(self._blocks.fill, file)
         same = source.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous()
         if same and _is_dense(source.shape, source.strides):
@@ -240,14 +236,14 @@ class Source:
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements stand one after the other in row-major order."""
+    """Whether elements are contiguous in row-major order."""
     steps = zip(shape, stride, boxes.contiguous_strides(shape), strict=True)
     return not math.prod(shape) or all(n == 1 or step == dense for n, step, dense in steps)
 
 
 def open_source(folder: Path, manifest: Manifest | None, *, as_torch: bool = False) -> Source:
-    """Open a checkpoint: read where its chunks are, and check it; `as_torch` reads `.metadata` in any case."""
-    # The manifest has the places, unless it is older than its `chunks`. Plain torch writes none, and no checksums.
+    """Open a checkpoint: read the places of its chunks, and check them; `as_torch` always reads `.metadata`."""
+    # The manifest has the places, except in older checkpoints. Directories of plain torch have no manifest.
     if manifest is None:
         files = {METADATA: SavedFile(os.lstat(folder / METADATA).st_size, ()), **plain_files(folder)}
     else:
@@ -257,11 +253,11 @@ def open_source(folder: Path, manifest: Manifest | None, *, as_torch: bool = Fal
     if (size := files[METADATA].bytes) > LARGEST:
         row = f"{METADATA} has {size:,} bytes; at most {LARGEST:,} are read"
         raise CheckpointError(message(f"refuses {folder}.", [row], OTHER))
-    if rows := damage(folder, {METADATA: files[METADATA]}, hashed=False):  # before there is memory for all of it
+    if rows := damage(folder, {METADATA: files[METADATA]}, hashed=False):  # before allocating memory of its size
         raise DamagedError(message(f"refuses {folder}: it is damaged.", rows, OTHER))
     if manifest is not None and manifest.chunks is not None and not as_torch:
         return Source(folder, from_manifest(folder, manifest), files)
-    pickled = io.BytesIO(bytes(size))  # which gives its bytes without a copy: there may be half a GiB of them
+    pickled = io.BytesIO(bytes(size))  # exposes its bytes without a copy: there may be half a GiB of them
     with pickled.getbuffer() as target:
         _Blocks(folder, files).fill(METADATA, 0, target)
     stored, records = from_metadata(folder, pickled.getvalue(), manifest)

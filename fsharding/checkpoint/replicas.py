@@ -1,4 +1,4 @@
-"""`check_replicas`: whether ranks that hold the same part of a leaf hold the same bytes of it."""
+"""`check_replicas`: compare the replicas of leaves between ranks, bit by bit."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ SharedBox: TypeAlias = tuple[str, Box, Tensor]  # path of a leaf, a box of it, a
 @public
 @called_by_all
 def check_replicas(state: TrainState, model: Any = None) -> None:
-    """Compares what several ranks hold of a state, bit by bit. Collective.
+    """Compare the replicas of a state between ranks, bit by bit. Collective.
 
-    Under zero(0) all data ranks hold all of it, with a `replica` axis each part is on several ranks, and counts, steps
-    and keys are everywhere. Nothing in training makes such copies differ; a flipped bit, a rank that changed its part
-    by hand, or another first value does, and no loss shows it for a while. `fs.checkpoint.save` looks, too, at what it
-    is about to write. Each rank reads what it shares once; one small message tells the others.
+    Replicas exist under zero(0), on a mesh with a `replica` axis, and of counts, steps and keys. Training keeps them
+    equal; a flipped bit, a manual change on one rank, or unequal initial values make them diverge, which the loss may
+    not show. Each rank reads its replicas once and sends their checksums. `fs.checkpoint.save` does the same check.
 
     Args:
-        state: the `TrainState` whose copies are compared.
-        model: a functionalized module, or a `Model`, whose constants (buffers and other tensors that are no parameters)
-            are compared as well.
+        state: State to check.
+        model: Functionalized module or `Model` whose constants, such as buffers, are checked too.
 
     Raises:
-        ReplicaError: on every rank: parts that differ; each is named, with the ranks that differ from most.
-        LayoutError: the state is not what its layout says.
-        RankError: a rank is gone, or does not call it.
+        ReplicaError: on every rank, replicas that differ, with the ranks that differ from the majority.
+        LayoutError: a state that doesn't match its layout.
+        RankError: a rank is lost, or doesn't make the call.
 
     Example:
         >>> draws = {"w": fs.random.zeros((4,))}
@@ -55,7 +53,7 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
         >>> fs.debug.check_replicas(state)
     """
     if not isinstance(state, TrainState):
-        raise refuse("a TrainState", state, "Give the whole state: fs.debug.check_replicas(state).")
+        raise refuse("a TrainState", state, "Pass the full state: fs.debug.check_replicas(state).")
 
     def look() -> tuple[dict[Holders, list[SharedBox]], dict[Holders, int]]:
         check_state(state)
@@ -68,7 +66,7 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
 
 
 def _everything(state: TrainState) -> dict[str, StateLeaf]:
-    """Every leaf of a state as this rank holds it, by path: also the parameters beside main ones."""
+    """Collect this rank's part of every leaf of a state by path, main parameters and their compute-dtype copies."""
     result: dict[str, StateLeaf] = {}
     for kind in ("params", "main"):
         values = getattr(state, kind)
@@ -80,9 +78,9 @@ def _everything(state: TrainState) -> dict[str, StateLeaf]:
 
 
 def shared_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[Holders, list[SharedBox]]:
-    """The parts that this rank shares with others, by all ranks that hold them, in the order of paths and boxes."""
+    """Collect the boxes of which other ranks have replicas, by the ranks that hold them, in order of path and box."""
     result: dict[Holders, list[SharedBox]] = {}
-    # A rank outside the mesh has plain leaves of the time when it left.
+    # A rank outside the mesh has outdated plain leaves, from before the mesh changed.
     for path, x in sorted(leaves.items()) if own_rank() in ranks else ():
         holders = holders_of(x, tuple(ranks))
         for box, tensor in sorted(x.kept().items(), key=lambda part: part[0]):
@@ -92,20 +90,21 @@ def shared_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[
 
 
 def checksums(shared: Mapping[Holders, Sequence[SharedBox]]) -> dict[Holders, int]:
-    """One number for all that this rank shares with a set of ranks."""
+    """Compute one checksum of all boxes that this rank shares with a set of ranks."""
     return {holders: digest([checksum(x) for _, _, x in boxes]) for holders, boxes in shared.items()}
 
 
 def differences(
     shared: Mapping[Holders, Sequence[SharedBox]], sums_of_ranks: Sequence[Mapping[Holders, int]]
 ) -> list[str]:
-    """One row for each part that ranks hold differently. Collective where there are any."""
+    """List the boxes whose replicas differ, one row each. Collective if there are any."""
     disputed = {
         holders
         for own in sums_of_ranks
         for holders in own
         if len({other.get(holders) for other in sums_of_ranks} - {None}) > 1
     }
+    # All ranks see the same checksums, so they agree on whether to compare box by box.
     if not disputed:
         return []
 

@@ -1,4 +1,4 @@
-"""`save` and `save_async`: the state of all ranks becomes one directory, or nothing does."""
+"""`save` and `save_async`: write the state of all ranks to one directory, or nothing."""
 
 from __future__ import annotations
 
@@ -56,31 +56,27 @@ def save(
     data: Stateful | None = None,
     timeout: timedelta = SAVE_TIMEOUT,
 ) -> None:
-    """Writes a checkpoint. Collective over all ranks, which have to see one file system, or of one process.
+    """Save a state to a checkpoint directory. Collective over all ranks, which must share the file system.
 
-    Main parameters, optimizer state, step, key and loss scale are written as torch DCP does, each element once, so that
-    `torch.distributed.checkpoint.load` reads the leaves as well, by the paths in the manifest. A checkpoint that is at
-    `path` is replaced: until the new one is in its place, the old one is found by `load` and `latest`.
+    The format is torch DCP's plus a manifest, so `torch.distributed.checkpoint.load` also reads the leaves, by the
+    paths in the manifest. Each element is written once. An existing checkpoint at `path` is replaced atomically.
 
     Args:
-        path: the directory to be; its parents are made.
-        state: the `TrainState`; it is read and stays as it is.
-        extra: anything that JSON has, such as the configuration or the position in the data, of at most 16 MiB; that of
-            rank 0 is kept, and comes back as JSON gives it (tuples as lists).
-        data: whose position is saved as well: anything with `state_dict` and `load_state_dict`, such as
-            `fs.data.packed` or a `StatefulDataLoader`; `load` takes it too.
-        timeout: how long ranks wait for one that writes to a slow file system; the mesh's timeout does not count.
-            After 60 s such a rank logs a warning with the path.
+        path: Checkpoint directory; missing parents are created.
+        state: State to save: main parameters, optimizer state, buffers, step, key and loss scale. Not modified.
+        extra: JSON value of at most 16 MiB to store, such as a configuration. Rank 0's is stored; tuples become lists.
+        data: Data whose position is saved: an object with `state_dict` and `load_state_dict`, such as `fs.data.packed`
+            or a `StatefulDataLoader`. Pass it to `load` too.
+        timeout: Time limit for the slowest rank's write; the mesh's timeout doesn't apply. A rank that writes for 60 s
+            logs a warning.
 
     Raises:
-        ArgumentError: a timeout that is no timedelta.
-        CheckpointError: on every rank: a leaf that cannot be saved; parts that differ between ranks that hold the same;
-            a rank that cannot write, another save to the same path, something at `path` that is no checkpoint; or
-            a save in the background that failed before, and this one was not begun. A checkpoint that was at `path` is
-            still there, unless all that failed was the sync of the parent directory, after the new one had taken its
-            place.
-        DonatedError: the state was donated.
-        RankError: a rank is gone, or does not call it; nothing half written stays.
+        ArgumentError: a timeout that isn't a timedelta.
+        CheckpointError: on every rank, a leaf that can't be saved, replicas that differ between ranks, a write error, a
+            concurrent save to the path, an existing `path` that isn't a checkpoint, or an earlier background save that
+            failed. The old checkpoint at `path` is kept, unless only the final sync of the parent directory failed.
+        DonatedError: a donated state.
+        RankError: a rank is lost, or doesn't make the call. No partial checkpoint remains.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -104,26 +100,26 @@ def save_async(
     data: Stateful | None = None,
     timeout: timedelta = SAVE_TIMEOUT,
 ) -> PendingSave:
-    """Begins to write a checkpoint, and returns when it needs the state no more. Collective, as `save`.
+    """Save a checkpoint in the background; return once this rank's shards are copied to the CPU. Collective.
 
-    What this rank writes is copied to the CPU, so the state may be donated or changed at once; the rest happens on a
-    thread, which talks to the other ranks through a group of its own. Wait for it before process groups are destroyed.
+    The state may then be donated or changed. A thread writes the files and uses a separate process group; wait for it
+    before process groups are destroyed.
 
     Args:
-        path: as in `save`.
-        state: as in `save`.
-        extra: as in `save`.
-        data: as in `save`; its position at the call.
-        timeout: as in `save`.
+        path: Checkpoint directory, as in `save`.
+        state: State to save, as in `save`.
+        extra: JSON value to store, as in `save`.
+        data: Data whose current position is saved, as in `save`.
+        timeout: Time limit for the slowest rank's write, as in `save`.
 
     Returns:
-        `.wait()` returns when the checkpoint is in its place, and raises what `save` would; `.done` only looks. The
-        next save tells a caller that does not ask, or a message and exit status 1 at the end of the process.
+        A `PendingSave`: `.wait()` blocks until the checkpoint is complete and raises the errors of `save`. Otherwise
+        the next save raises them, or the process ends with status 1.
 
     Raises:
-        ArgumentError: a timeout that is no timedelta.
-        CheckpointError: what can be known at once: leaves that cannot be saved; a save before this one that failed.
-        DonatedError: the state was donated.
+        ArgumentError: a timeout that isn't a timedelta.
+        CheckpointError: leaves that can't be saved, or an earlier background save that failed.
+        DonatedError: a donated state.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -138,7 +134,7 @@ def save_async(
 
 
 def in_background(job: Job) -> PendingSave:
-    """Run what is left of a save beside the training, from a copy of what this rank writes."""
+    """Run a job on a thread, from a copy of this rank's shards."""
     copied = job.copied()
 
     def run() -> None:
@@ -149,29 +145,27 @@ def in_background(job: Job) -> PendingSave:
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan
-
-
 class Write(NamedTuple):
     """A box that this rank writes."""
 
     path: str
-    shape: tuple[int, ...]  # of the whole leaf
+    shape: tuple[int, ...]  # of the full leaf
     box: Box
     values: Tensor
 
 
 @dataclass(frozen=True)
 class Job:
-    """The work that is left when all ranks have agreed that a state can be saved."""
+    """The remaining work of a save, once all ranks have agreed that the state can be saved."""
 
-    target: Path  # where the checkpoint is to be
+    target: Path  # the checkpoint's directory
     writes: tuple[Write, ...]
     manifest: Manifest  # without files and chunks
-    group: dist.ProcessGroup | None  # of saves alone: its collectives meet no others
-    after: Callable[[], None] | None = None  # what rank 0 does when the checkpoint is in its place
+    group: dist.ProcessGroup | None  # only for saves, so that its collectives can't mix with others
+    after: Callable[[], None] | None = None  # called by rank 0 once the checkpoint is complete
 
     def copied(self) -> Job:
-        """Return the same with memory of its own, on the CPU, but for tensors that nothing writes."""
+        """Return the same job with copies of its tensors on the CPU, except tensors that are never written."""
         writes = tuple(write._replace(values=_unchanging(write.values)) for write in self.writes)
         return dataclasses.replace(self, writes=writes)
 
@@ -180,14 +174,14 @@ class Job:
         write_together(self.target, lambda: partial_checkpoint(self.target), self._write, self._finish, self.group)
 
     def _write(self) -> Written | None:
-        """This rank's file; none where it has nothing to write."""
+        """Write this rank's file; None if it has nothing to write."""
         if not self.writes:
             return None
         folder = partial_of(self.target)
         try:
             writer = Writer(folder, own_rank())
         except FileNotFoundError as error:
-            # Rank 0 has made the directory, and the ranks have met since.
+            # Rank 0 has created the directory, and the ranks have synchronized since.
             raise not_shared(self.target, [f"{folder}: not there on {socket.gethostname()}"]) from error
         with writer:
             for write in self.writes:
@@ -201,7 +195,7 @@ class Job:
 
 
 def finish(target: Path, manifest: Manifest, written: Sequence[Written]) -> Manifest:
-    """Put a checkpoint in its place when all its data are written."""
+    """Complete a checkpoint whose files are written: add metadata and manifest, and rename it to the target."""
     files = {METADATA: write_metadata(partial_of(target), written), **{part.name: part.file for part in written}}
     chunks = described(chunk for part in written for chunk in part.chunks)
     whole = dataclasses.replace(manifest, files=files, chunks=chunks)
@@ -210,18 +204,18 @@ def finish(target: Path, manifest: Manifest, written: Sequence[Written]) -> Mani
 
 
 class _Checked(NamedTuple):
-    """What a rank keeps of a state that it can save."""
+    """A rank's part of a state that can be saved."""
 
     writes: tuple[Write, ...]
     manifest: Manifest
-    shared: dict[Holders, list[SharedBox]]  # parts that other ranks hold as well
+    shared: dict[Holders, list[SharedBox]]  # boxes of which other ranks have replicas
 
 
 class _Answer(NamedTuple):
-    """What a rank tells all others before a save."""
+    """What a rank sends to all others before a save."""
 
-    facts: dict[str, str]  # which must be the same on all ranks
-    sums: dict[Holders, int]  # checksums of the parts that it shares
+    facts: dict[str, str]  # must be equal on all ranks
+    sums: dict[Holders, int]  # checksums of the replicas
     position: tuple[int, Any] | None  # of its data
 
 
@@ -233,17 +227,17 @@ def plan_save(
     data: Stateful | None = None,
     timeout: timedelta = SAVE_TIMEOUT,
 ) -> Job:
-    """Check on all ranks that a state can be saved, and return what is left to do. Collective."""
+    """Check on all ranks that a state can be saved, and return the remaining work. Collective."""
     group = own_group(timeout)
     check_path("a path, then a TrainState", path, "fs.checkpoint.save(path, state)")
     if not isinstance(state, TrainState):
-        mend = "Give the whole state: fs.checkpoint.save(path, state)."
+        mend = "Pass the full state: fs.checkpoint.save(path, state)."
         raise refuse("a path, then a TrainState", state, mend)
     leaves = content(state)
     target = real_path(path)
-
+    # One collective sends everything that ranks must agree on: facts, checksums of replicas, and positions of data.
     checked, answers = together(lambda: _check(target, leaves, state, extra, data), group)
-    # From here on all ranks see the same answers, so what is refused is refused on all of them.
+    # All ranks have the same answers from here on, so an error is raised on all of them.
     _same_everywhere([answer.facts for answer in answers])
     if rows := differences(checked.shared, [answer.sums for answer in answers]):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
@@ -252,14 +246,14 @@ def plan_save(
     manifest = dataclasses.replace(checked.manifest, step=int(step))
     if data is not None:
         manifest = dataclasses.replace(manifest, data=joined([answer.position for answer in answers]))
-        on_all(lambda: _check_positions(manifest, leaves), group)  # each rank has an `extra` of its own beside them
+        on_all(lambda: _check_positions(manifest, leaves), group)  # on all: `extra`, and so the size, may differ
     return Job(target, checked.writes, manifest, group, after)
 
 
 def _check(
     target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra: Any, data: Stateful | None
 ) -> tuple[_Checked, _Answer]:
-    """Check that this rank can save a state; return what it keeps, and what it tells the others."""
+    """Check that this rank can save a state; return its part, and what it sends to the others."""
     if data is not None:
         check_stateful(data)
     if rows := objections(leaves):
@@ -281,7 +275,7 @@ def _check(
     facts = {"path": str(target), "tree of leaves": hashlib.sha256(kinds.encode()).hexdigest()}
     facts["data"] = "none" if data is None else "a position"
     if is_member(state.layout.mesh):
-        # A rank outside the mesh has the plain leaves of the time when it left.
+        # A rank outside the mesh has outdated plain leaves, from before the mesh changed.
         facts |= {f"leaf {path}": str(checksum(x.local)) for path, x in leaves.items() if x.sharding is None}
         facts["step"] = str(int(state.step))
     position = None if data is None else own_position(data, state.layout)
@@ -299,7 +293,7 @@ def _check_positions(manifest: Manifest, leaves: Mapping[str, StateLeaf]) -> Non
 
 
 def _check_readable(manifest: Manifest, leaves: Mapping[str, StateLeaf]) -> None:
-    # The files of a checkpoint have at least the bytes of its leaves.
+    # A manifest may be larger if the files are; they have at least the bytes of the leaves.
     check_readable(text_of(manifest), sum(math.prod(x.shape) * x.local.dtype.itemsize for x in leaves.values()))
 
 
@@ -308,7 +302,7 @@ def _unchanging(x: Tensor) -> Tensor:
 
 
 def _check_size(what: str, value: Any, mend: str) -> None:
-    """Refuse values on which every load would spend seconds and memory; values that are no JSON are told later."""
+    """Refuse values that would slow down every load; values that aren't JSON are refused later."""
     try:
         size = len(json.dumps(value))
     except (TypeError, ValueError, RecursionError):
@@ -319,6 +313,7 @@ def _check_size(what: str, value: Any, mend: str) -> None:
 
 
 def _same_everywhere(facts_of_ranks: Sequence[dict[str, str]]) -> None:
+    # Ranks outside the mesh send fewer facts: compare each fact with the first rank that sends it.
     first: dict[str, tuple[int, str]] = {}
     rows: list[str] = []
     for r, facts in enumerate(facts_of_ranks):

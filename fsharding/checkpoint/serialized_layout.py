@@ -1,4 +1,4 @@
-"""Layouts and optimizer states as plain data in a manifest, and back."""
+"""Convert layouts and optimizer states to JSON values for a manifest, and back."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ __all__ = [
 ]  # fmt: skip
 
 _ROLES = ("params", "compute", "reduce", "grads", "moments")
-_MAY_LACK = ("sums", "gather", "keep", "rounding", "activations", "strict", "columnwise")  # if they are the default
+_MAY_LACK = ("sums", "gather", "keep", "rounding", "activations", "strict", "columnwise")  # omitted if default
 
 
 def plain_names(names: Sequence[DimName] | None) -> list[Any] | None:
-    """The dim names of a leaf as JSON has them."""
+    """Convert the dim names of a leaf to JSON values."""
     if names is None:
         return None
     return [{"fused": n.name, "sizes": list(n.sizes)} if isinstance(n, Fused) else n for n in names]
 
 
 def names_from_plain(plain: Any) -> tuple[DimName, ...] | None:
-    """Return the dim names of a leaf, from JSON."""
+    """Read the dim names of a leaf from JSON values."""
     if plain is None:
         return None
     if not isinstance(plain, list):
-        raise ValueError(f"no dim names: {plain!r}")
+        raise ValueError(f"not dim names: {plain!r}")
     return tuple(_name_from_plain(name) for name in plain)
 
 
@@ -58,17 +58,17 @@ def _name_from_plain(plain: Any) -> DimName:
         case {"fused": str(name), "sizes": list(sizes)} if len(plain) == 2:
             return Fused(name, tuple(int(size) for size in sizes))
         case _:
-            raise ValueError(f"no dim name: {plain!r}")
+            raise ValueError(f"not a dim name: {plain!r}")
 
 
 def describe_layout(layout: Layout) -> dict[str, Any]:
-    """A layout as plain data."""
+    """Convert a layout to JSON values."""
     shape = abstract(layout.mesh)
     precision, default = layout.precision, Precision()
     return {
         "mesh": dict(zip(shape.names, shape.sizes, strict=True)),
         "ranks": shape.size,
-        "strategy": str(dataclasses.replace(layout.strategy, memory=())),  # the kind of memory is a run's own
+        "strategy": str(dataclasses.replace(layout.strategy, memory=())),  # each run chooses its kinds of memory
         "cuts": {name: x for name, x in dataclasses.asdict(layout.strategy).items() if name != "memory"},
         "precision": {
             **{role: _plain_role(getattr(precision, role)) for role in _ROLES},
@@ -99,10 +99,13 @@ def layout_of(
         strategy: Sharding over the data axes. Default: the saved one.
         stages: Pipeline stages, as in `plan_layout`. Default: the saved ones if `pp` has the same size, else none.
 
+    Returns:
+        A layout for `load`, with the saved precision, rules and frozen leaves.
+
     Raises:
-        CheckpointError: the parameters are in a node whose class the checkpoint cannot name.
-        LayoutError: as `plan_layout`.
-        SpecError: as `plan_layout`.
+        CheckpointError: parameters in a node of an unknown class.
+        LayoutError: as in `plan_layout`.
+        SpecError: as in `plan_layout`.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -114,18 +117,16 @@ def layout_of(
     """
     plain, shape = manifest.layout, abstract(mesh)
     same_size = shape.axis_size("pp") == plain.get("mesh", {}).get("pp", 1)
-    # On another mesh a cut might go through blocks, which is no reason not to load.
+    # On a different mesh a shard might split a block of a format; that must not prevent loading.
     same_mesh = dict(zip(shape.names, shape.sizes, strict=True)) == plain.get("mesh") and strategy is None
     try:
         params: dict[str, Any] = plain["params"]
-        if none := [path for path, leaf in params.items() if not is_shape(leaf["shape"])]:
-            raise ValueError(f"no shape: {listed(none)}")
+        if bad := [path for path, leaf in params.items() if not is_shape(leaf["shape"])]:
+            raise ValueError(f"not a shape: {listed(bad)}")
         dtypes = {path: getattr(torch, leaf["init"]) for path, leaf in params.items()}
 
-        def of_layout(path: str) -> str:
-            return path.removeprefix("params").removeprefix(".")
-
-        paths = rebuild(plain["structure"], of_layout, "params", owner="the parameters")
+        with_root = rebuild(plain["structure"], lambda path: path, "params", owner="the parameters")
+        paths = tree.map(lambda path: path.removeprefix("params").removeprefix("."), with_root)
         return plan_layout(
             tree.map(lambda path: torch.empty(params[path]["shape"], dtype=dtypes[path], device="meta"), paths),
             mesh,
@@ -136,7 +137,7 @@ def layout_of(
             frozen=[path for path in plain["frozen"] if dtypes[path].is_floating_point],
             stages=plain["stages"] if stages is None and same_size else stages,
             align=plain.get("align") is True and same_mesh,
-            tp="replicate",  # what was saved is read, on any mesh
+            tp="replicate",  # load on any mesh, even if tp shards nothing
         )
     except FshardingError:
         raise
@@ -155,13 +156,11 @@ def _precision(plain: dict[str, Any]) -> Precision:
 
 
 def _plain_role(x: Any) -> Any:
-    """A dtype, a format or another entry of a precision as JSON has it."""
+    """Convert a dtype, a format or another entry of a precision to a JSON value."""
     if isinstance(x, torch.dtype):
         return dtype_name(x)
-    if isinstance(x, tuple):
-        return list(x)
     if not isinstance(x, Blocks):
-        return x
+        return list(x) if isinstance(x, tuple) else x
     block = x.block if isinstance(x.block, str) else list(x.block)
     return {"dtype": dtype_name(x.dtype), "block": block, "scale": x.scale, "rounding": x.rounding}
 
@@ -171,7 +170,7 @@ def _rounding(plain: Any) -> Any:
 
 
 def _role(plain: Any) -> Any:
-    """A dtype or a format, from JSON."""
+    """Read a dtype or a format from a JSON value."""
     if not isinstance(plain, dict):
         return None if plain is None else getattr(torch, plain)
     block: Any = plain["block"] if isinstance(plain["block"], str) else tuple(plain["block"])
@@ -179,7 +178,7 @@ def _role(plain: Any) -> Any:
 
 
 def _moments_in(plain: dict[str, Any]) -> Blocks | None:
-    """A format of moments, from JSON; None for anything else."""
+    """Read a format of moments from a JSON value; None for anything else."""
     try:
         format = _role(plain)
     except (KeyError, TypeError, ValueError, AttributeError, FshardingError):
@@ -202,7 +201,7 @@ _DEEPEST = 100  # keys of a path
 
 
 def describe(node: Tree) -> Any:
-    """Return a tree as plain data."""
+    """Convert a tree to JSON values."""
     # "leaf", None, {"dict": {...}}, {"tuple": [...]}, {"list": [...]}, {"namedtuple": name, "fields": {...}}, and
     # {"coded": format, "root": ...} for a moment in low precision; only `opt=` can rebuild {"other": name}.
     if node is None:
@@ -221,22 +220,22 @@ def describe(node: Tree) -> Any:
 
 
 def known_names() -> list[str]:
-    """Return the names of the NamedTuples that are rebuilt: of `KNOWN`, and of registered optimizers."""
+    """List the NamedTuples that can be rebuilt: `KNOWN`, and states of registered optimizers."""
     return [*KNOWN, *(name for name in names_of("optimizer") if name.endswith("State"))]
 
 
 def _known(name: str) -> Any:
-    """Return the NamedTuple that is rebuilt for a name, None without one; only then is its module imported."""
+    """Return the NamedTuple for a name, or None; import its module only if it is registered."""
     return KNOWN.get(name) or (find("optimizer", name) if name in known_names() else None)
 
 
 def _name(kind: type) -> str:
-    """The short name of a class that we know; the full one of any other, even if it is called the same."""
+    """Return the short name of a known class; the full one of others, which may have the same short name."""
     return kind.__name__ if _known(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def outline_of(plain: Any, path: str, known: Collection[str]) -> Outline:
-    """The outline of a tree from plain data."""
+    """Build the outline of a tree from JSON values."""
 
     def node(kind: str, items: Mapping[str, Any], means: Any = ()) -> Outline:
         children = {key: outline_of(x, f"{path}.{key}", known) for key, x in items.items()}
@@ -271,7 +270,7 @@ def outline_of(plain: Any, path: str, known: Collection[str]) -> Outline:
 def rebuild(
     plain: Any, leaf: Callable[[str], Any], path: str = "opt_state", *, owner: str = "the optimizer state"
 ) -> Tree:
-    """Return a tree from plain data, with `leaf(path)` as leaves; `owner` names the tree in errors."""
+    """Rebuild a tree from JSON values, with `leaf(path)` as leaves; `owner` names the tree in errors."""
 
     def build(plain: Any, path: str) -> Tree:
         if plain is None:

@@ -1,4 +1,4 @@
-"""The leaves of a state as a checkpoint has them: by path, their boxes, which rank holds and which writes each."""
+"""The leaves of a state in a checkpoint: paths, boxes, and the ranks that hold and write each box."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
     "objections", "own_boxes", "saved_shardings", "shares",
 ]  # fmt: skip
 
-BUFFERS = "buffers."  # the beginning of the paths of buffers; the rest, dots included, is the name
+BUFFERS = "buffers."  # prefix of the paths of buffers; the rest, dots included, is the name
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,23 @@ class StateLeaf:
     """A leaf of a state, and this rank's part of it."""
 
     shape: tuple[int, ...]
-    sharding: NamedSharding | None  # explicit owners are known to the layout alone, not to a DTensor
-    local: Any  # the local tensor; what is no tensor cannot be saved
+    sharding: NamedSharding | None  # from the layout, since DTensors can't express explicit owners
+    local: Any  # the local tensor; anything else can't be saved
 
     @property
     def saved(self) -> SavedLeaf:
-        """The leaf as the manifest has it."""
+        """Describe the leaf for the manifest."""
         spec = None if self.sharding is None else str(self.sharding)
         return SavedLeaf(self.shape, dtype_name(self.local.dtype), spec)
 
     def at_rest(self) -> Tensor:
-        """The leaf as a state has it: a DTensor, or a plain tensor."""
+        """Return the leaf for a state: a DTensor, or a plain tensor."""
         if self.sharding is None:
             return self.local
         return placed(self.local, self.sharding, self.sharding.shape_at_rest(self.shape))
 
     def kept(self) -> dict[Box, Tensor]:
-        """The parts that this rank holds; empty ones only of a leaf that is empty as a whole."""
+        """Return this rank's boxes; empty boxes only if the full leaf is empty."""
         empty = not math.prod(self.shape)
         grid = boxes.grid_of(self.shape) if self.sharding is None else self.sharding.grid(self.shape)
         parts = () if grid is None else boxes.grid_boxes(grid)
@@ -77,12 +77,12 @@ class Want(NamedTuple):
         return str(LeafType(self.shape, self.dtype))
 
     def without_memory(self) -> StateLeaf:
-        """The leaf on the meta device."""
+        """Make the leaf on the meta device."""
         shape = self.shape if self.sharding is None else self.sharding.local_shape(self.shape)
         return StateLeaf(self.shape, self.sharding, torch.empty(shape, dtype=self.dtype, device="meta"))
 
     def empty(self) -> StateLeaf:
-        """The leaf, with memory that is to be filled."""
+        """Make the leaf with uninitialized memory."""
         if self.sharding is None:
             return StateLeaf(self.shape, None, _compat.fresh(self.shape, self.dtype, self.device))
         size = self.sharding.local_shape(self.shape)
@@ -97,14 +97,14 @@ def content(state: TrainState) -> dict[str, StateLeaf]:
     stored = [p if m is None else m for p, m in zip(params, flat, strict=True)]
     paths = [*tree.paths(_beside(state)), *(leaf.path_in("params") for leaf in layout.leaves)]
     if twice := sorted(path for path, count in Counter(paths).items() if count > 1):
-        mend = "Rename a key: a dot in a key makes two paths one."
+        mend = "Rename a key: keys with dots can make two paths equal."
         raise CheckpointError(message("found paths that name two leaves.", twice, mend))
     named = {leaf.path_in("params"): _leaf(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)}
     return leaves_beside(state) | named
 
 
 def leaves_beside(state: TrainState) -> dict[str, StateLeaf]:
-    """The leaves of a state beside its parameters, by path."""
+    """Collect the leaves of a state other than parameters, by path."""
     return leaves_in(_beside(state), state.layout.moments(state.opt_state))
 
 
@@ -114,7 +114,7 @@ def _beside(state: TrainState) -> Tree:
 
 
 def leaves_in(values: Tree, moments: Mapping[str, Moment]) -> dict[str, StateLeaf]:
-    """The leaves of a tree by path, with those of its `opt_state` that are moments."""
+    """Collect the leaves of a tree by path; `moments` has the layouts of moments in its `opt_state`."""
     known = {entry.path: entry for entry in moments.values()}
     return {path: _leaf(x, known.get(path)) for path, x in tree.named_leaves(values).items()}
 
@@ -129,7 +129,7 @@ def _leaf(x: Any, of: Moment | LeafLayout | None) -> StateLeaf:
 
 
 def saved_shardings(manifest: Manifest, layout: Layout) -> dict[str, NamedSharding | None]:
-    """Where each leaf of a checkpoint goes in a layout; None for one that is on no mesh."""
+    """Find the sharding of each leaf of a checkpoint in a layout; None for plain tensors."""
     homes = {leaf.path_in("params"): leaf.home for leaf in layout.leaves}
     leaves = {leaf.path: leaf for leaf in layout.leaves}
     described = outline_of(manifest.structure, "opt_state", manifest.tree)
@@ -145,7 +145,7 @@ def saved_shardings(manifest: Manifest, layout: Layout) -> dict[str, NamedShardi
 
 
 def device_of(layout: Layout) -> torch.device:
-    """Return the device of a layout's leaves; refuse an abstract mesh, and what is no layout."""
+    """Return the device of a layout's leaves; refuse an abstract mesh, and arguments that aren't layouts."""
     if not isinstance(layout, Layout):
         raise refuse("a path, then a Layout", layout, "Plan one: layout = fs.plan_layout(model, mesh).")
     if isinstance(layout.mesh, AbstractMesh):
@@ -162,7 +162,7 @@ def main_wants(layout: Layout) -> dict[str, Want]:
 
 
 def objections(leaves: Mapping[str, StateLeaf]) -> list[str]:
-    """Why leaves cannot be saved: one row each."""
+    """List why leaves can't be saved, one row each."""
     rows: list[str] = []
     for path, leaf in leaves.items():
         if not isinstance(leaf.local, Tensor):
@@ -181,7 +181,7 @@ def objections(leaves: Mapping[str, StateLeaf]) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------ who writes what
-# So that every element is written once, and ranks write about the same number of bytes. All ranks compute the same
+# Every element is written once, and all ranks write about the same number of bytes. Each rank computes the same result
 # from the shardings, without a collective.
 def own_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[str, dict[Box, Tensor]]:
     """Return the boxes that this rank writes, with their values, by path."""
@@ -191,7 +191,7 @@ def own_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[str
 
 
 def shares(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[str, dict[Box, int]]:
-    """Return the rank that writes each box by path: boxes with few holders are given away first, then large ones."""
+    """Choose the rank that writes each box, by path: assign boxes with few holders first, then large ones."""
     every = tuple(ranks)
     open_boxes = [
         (boxes.volume(box) * x.local.dtype.itemsize, path, box, holders)
@@ -219,7 +219,7 @@ def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, tuple
     held: dict[Box, tuple[int, ...]] = {}
     for coord in mesh.coordinates():
         for box in sharding.boxes(shape, coord):
-            # Empty boxes have no bytes; only an empty leaf is written as one, so that the files name it.
+            # Empty boxes have no bytes; write one only for an empty leaf, so that the files have its path.
             if boxes.volume(box) or empty:
                 held[box] = (*held.get(box, ()), mesh.rank_at(coord))
     return held

@@ -24,7 +24,7 @@ from fsharding.checkpoint.byte_ranges import Range, Window
 from fsharding.checkpoint.manifest import is_shape
 
 _WHOLE, _RECORD = 128 << 20, 1 << 16  # bytes of the pickle of a file of many tensors, and of one tensor
-_FREE, _BYTES_EACH = 10_000, 5  # objects of a pickle: so many, and one per so many bytes; torch's have one per 6 to 11
+_FREE, _BYTES_EACH = 10_000, 5  # limit for objects of a pickle, and bytes for each more; torch has one per 6 to 11
 
 __all__ = [
     "Global", "Made", "OddTensorError", "Pairs", "TorchFile", "find_in", "named", "parse_record", "sizes_of",
@@ -52,7 +52,7 @@ class Global(str):
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """The items of a dict. Keys are not hashed, because the hash of nested tuples that share parts may never end."""
+    """The items of a dict. Keys aren't hashed: the hash of nested tuples that share parts may take forever."""
 
     __slots__ = ()
     append = extend = None  # pyright: ignore[reportAssignmentType]  # a pickle may not fill it as a list
@@ -62,7 +62,7 @@ class Pairs(list[tuple[Any, Any]]):
 
 
 class Made:
-    """A call in a pickle, which is never made: the callee, its arguments, and the state or the items set afterwards."""
+    """A call in a pickle, which is never made: callee, arguments, and the state or items that are set on the result."""
 
     __slots__ = ("args", "kind", "state")
 
@@ -81,12 +81,12 @@ class Made:
         self.state[key] = value
 
     def __setstate__(self, state: Any) -> None:
-        if self.state is None:  # an OrderedDict has its items already; its attributes are ignored
+        if self.state is None:  # the items of an OrderedDict come first; its attributes are ignored
             self.state = state
 
 
 def named(pairs: object) -> dict[str, Any]:
-    """Return pairs as a dict; refuse keys that are not strings or stand there twice."""
+    """Convert pairs to a dict; refuse keys that aren't strings or are repeated."""
     if not isinstance(pairs, Pairs) or not all(isinstance(key, str) for key, _ in pairs):
         raise ValueError("it has no table of names where one belongs")
     result = dict(pairs)
@@ -95,7 +95,7 @@ def named(pairs: object) -> dict[str, Any]:
     return result
 
 
-# The unpickler in C hashes keys and allocates a memo of any size it is told. This one calls what `find` gives, no more.
+# The unpickler in C hashes keys, and allocates a memo of any requested size. This one only calls results of `find`.
 class _Inert(pickle._Unpickler):  # pyright: ignore
     """Build numbers, strings, lists, tuples, `Pairs` and `Made`; sets become lists, frozen ones tuples."""
 
@@ -106,17 +106,17 @@ class _Inert(pickle._Unpickler):  # pyright: ignore
         self.left = _FREE + size // _BYTES_EACH
 
     def find_class(self, module: str, name: str, /) -> Any:
-        if self.proto < 3:  # pyright: ignore  # which has the names of Python 2
+        if self.proto < 3:  # pyright: ignore  # names of Python 2
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         return self.find(module, name)
 
 
 def _opcodes() -> dict[int, _Run]:
-    """Return what runs each opcode that a state dict needs; pickletools of Python explains them."""
+    """Map each opcode that a state dict needs to its implementation; see Python's pickletools."""
     plain: dict[int, _Run] = pickle._Unpickler.dispatch  # pyright: ignore
 
     def counted(run: _Run) -> _Run:
-        def spend(m: Any) -> None:  # each object takes fifty times the byte that asks for it
+        def spend(m: Any) -> None:  # an object takes fifty times the memory of its opcode
             m.left -= 1
             if m.left < 0:
                 raise ValueError("its pickle has more lists, tuples and objects than state dicts of its size")
@@ -124,7 +124,7 @@ def _opcodes() -> dict[int, _Run]:
 
         return spend
 
-    def text(size: int) -> _Run:  # Python's lets half of a surrogate pair through
+    def text(size: int) -> _Run:  # Python's implementation accepts half of a surrogate pair
         return lambda m: m.append(m.read(int.from_bytes(m.read(size), "little")).decode())
 
     def refused(code: int, _: Any) -> None:
@@ -138,7 +138,7 @@ def _opcodes() -> dict[int, _Run]:
         **{ord("X"): text(4), 0x8C: text(1), 0x8D: text(8)},
         **{0x8F: counted(plain[ord("]")]), 0x90: plain[ord("e")], 0x91: counted(plain[ord("t")])},  # of sets
         0x81: counted(plain[ord("R")]),
-        0x95: lambda m: m.read(8),  # a frame, whose length says nothing
+        0x95: lambda m: m.read(8),  # a frame; its length isn't needed
     }
 
 
@@ -146,7 +146,7 @@ _Inert.dispatch = _opcodes()
 
 
 def unpickled(data: bytes | bytearray, find: Find, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """Return the value of a pickle of protocol 2 to 5; raise a `ValueError` if it needs more than a state dict does."""
+    """Read a pickle of protocol 2 to 5; raise a `ValueError` for opcodes that no state dict needs."""
     stream = io.BytesIO(data)
     broken = (AttributeError, EOFError, IndexError, KeyError, OverflowError, TypeError, struct.error)
     try:
@@ -185,7 +185,7 @@ _CLASSES = {"DTensor": "x.full_tensor()", "NestedTensor": "its parts, x.unbind()
 
 
 class OddTensorError(ValueError):
-    """A tensor that is not read: sparse, quantized, without values, of a subclass. The text says what to save."""
+    """A tensor that isn't read: sparse, quantized, without values, or of a subclass. The text suggests what to save."""
 
 
 class _Storage(NamedTuple):
@@ -194,33 +194,33 @@ class _Storage(NamedTuple):
 
 
 class TorchFile:
-    """A file of `torch.save`: `held` is its value, with inert objects, and `size` the length of its pickle."""
+    """A file of `torch.save`: `held` is its value with inert objects, and `size` the length of its pickle."""
 
     def __init__(self, window: Window, most: int = _WHOLE) -> None:
         self._unknown = set[str]()
         try:
             self._zip = zipfile.ZipFile(window)
         except (zipfile.BadZipFile, struct.error, NotImplementedError, UnicodeDecodeError, OSError) as error:
-            raise ValueError(f"it is no torch.save record: {error}") from error
+            raise ValueError(f"it isn't a torch.save record: {error}") from error
         self._window = window
         self._members = {info.filename.partition("/")[2]: info for info in self._zip.filelist}
         if len(self._zip.filelist) != len(self._members):
             raise ValueError("two of its members have one name")
         if "byteorder" in self._members and self._content("byteorder", 16) != sys.byteorder.encode():
-            raise ValueError("it was written on a machine of another byte order")
+            raise ValueError("it was written on a machine with a different byte order")
         pickled = self._content("data.pkl", most)
         self.size = len(pickled)
         self.has_tensors = "data/0" in self._members
         self.held = unpickled(pickled, self._find, _storage)
 
     def _place(self, name: str) -> tuple[int, int]:
-        """Return where the content of a member begins, and its size."""
+        """Return the offset and the size of the content of a member."""
         if name not in self._members:
             raise ValueError(f"it has no {name}")
         info = self._members[name]
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
             raise ValueError(f"its {name} is compressed or encrypted")
-        # zipfile moves all of them by what seems to stand before the zip, so an offset may be negative.
+        # zipfile shifts all offsets by the bytes that seem to precede the zip, so one may be negative.
         self._window.seek(max(info.header_offset, 0))
         head = self._window.read(30)
         if info.header_offset < 0 or len(head) < 30 or not head.startswith(b"PK\3\4"):
@@ -233,7 +233,7 @@ class TorchFile:
             raise ValueError(f"its {name} has {size:,} bytes, more than a tensor's")
         self._window.seek(start)
         if len(data := self._window.read(size)) != size:
-            raise ValueError(f"its {name} is cut off")
+            raise ValueError(f"its {name} is truncated")
         return data
 
     def _find(self, module: str, name: str) -> Any:
@@ -247,12 +247,12 @@ class TorchFile:
         return result
 
     def check_names(self) -> None:
-        """Refuse a file with names that no state dict needs, other than classes of tensors that `tensor` has met."""
+        """Refuse a file with names that no state dict needs, except tensor classes that `tensor` has seen."""
         if self._unknown:
             raise ValueError(f"it names {min(self._unknown)}, which no state dict needs; nothing of it was run")
 
     def tensor(self, made: Made) -> Range | None:
-        """Return the dense tensor that a call makes, None if it makes none; raise an `OddTensorError` for others."""
+        """Return the dense tensor of a call, None for other calls; raise an `OddTensorError` for other tensors."""
         kind: Any = made.kind
         args: tuple[Any, ...] = made.args
         while True:
@@ -277,17 +277,17 @@ class TorchFile:
         raise odd
 
     def _dense(self, args: tuple[Any, ...], *, typed: bool) -> Range:
-        """Return the tensor that `_rebuild_tensor_v2` makes, or `_v3`, which is given the dtype besides."""
+        """Return the tensor of a call of `_rebuild_tensor_v2`, or of `_v3`, which also has the dtype."""
         storage, offset, size, stride, _, _, *rest = (*args, *(None,) * (6 - len(args)))
         dtype = rest.pop(0) if typed and rest else getattr(storage, "dtype", None)
         if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
             raise ValueError("it holds more than a tensor")
-        if any(rest):  # such as the flag of a complex conjugate
+        if any(rest):  # such as the flag of a conjugate
             flags = listed(str(key) for table in rest if isinstance(table, Pairs) for key, _ in table)
             raise OddTensorError(f"its values are stored with the flag {flags}: save x.resolve_conj().resolve_neg()")
         size, stride = sizes_of(size), sizes_of(stride)
         if type(offset) is not int or not 0 <= offset < 1 << 60 or len(size) != len(stride) or not is_shape(size):
-            raise ValueError("its sizes and strides are none")
+            raise ValueError("its sizes or strides are invalid")
         first, room = self._place(f"data/{storage.key}")
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
         if first + room > self._window.length:
@@ -345,5 +345,5 @@ def sizes_of(value: Any) -> tuple[int, ...]:
         value = value.args[0]
     result = tuple(value) if isinstance(value, tuple | list) else (-1,)
     if len(result) > 64 or not all(type(n) is int and 0 <= n < 1 << 60 for n in result):
-        raise ValueError("its sizes and strides are none")
+        raise ValueError("its sizes or strides are invalid")
     return result

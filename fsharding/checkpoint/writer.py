@@ -36,21 +36,21 @@ _PIECE = 1 << 20
 
 
 class Written(NamedTuple):
-    """A file that is complete and synced: its name, size and checksums, and what is in it."""
+    """A complete, synced file: name, size, checksums, and contents."""
 
     name: str
     file: SavedFile
     chunks: tuple[Chunk, ...]
-    values: dict[str, Place]  # records of plain values by path, as torch's optimizers have beside their moments
+    values: dict[str, Place]  # records of plain values by path, such as settings of torch's optimizers
 
 
 class _HashedStream:
-    """A new file that is written front to back; gathers small pieces, and hashes each block as it passes."""
+    """A new file, written sequentially; buffers small pieces, and hashes each block."""
 
-    # Hashing has a thread of its own, so that it goes on while the disk is waited for: values must stay as they are
-    # until `hashed` returns. `write` never raises: torch's zip writer, which calls it, would write the zip's end from
-    # its destructor after an exception, find itself at another place than it knows, and end the process. So the first
-    # failure is kept, from then on bytes are counted and dropped, and `check` raises once torch has returned.
+    # A separate thread hashes while the disk is busy: values must not change until `hashed` returns. `write` never
+    # raises: after an exception, the destructor of torch's zip writer, which calls it, would write the end of the zip,
+    # find a wrong position, and abort the process. So the first error is stored, later bytes are only counted, and
+    # `check` raises once torch has returned.
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -58,7 +58,7 @@ class _HashedStream:
         self._digests: list[str] = []
         self._block = hashlib.sha256()
         self._put = 0
-        # No pool of concurrent.futures: those take no work when the process ends, and saves may go on until then.
+        # Not a pool of concurrent.futures: they refuse work while the process exits, when a save may still be running.
         self._passed: SimpleQueue[tuple[memoryview, bool] | threading.Event | None] = SimpleQueue()
         self._failed: BaseException | None = None
         self._watched = (0, 0)
@@ -68,11 +68,11 @@ class _HashedStream:
 
     @property
     def size(self) -> int:
-        """Bytes so far."""
+        """Number of bytes so far."""
         return self._put + len(self._small)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Takes, from torch, a header of some bytes, or the whole memory of a tensor, come what may."""
+        """Accept bytes from torch, a header or the memory of a tensor; never raises."""
         start, size = self.size, len(data)
         try:
             if 0 < size == self._watched[0] and _address(data) == self._watched[1]:
@@ -83,31 +83,31 @@ class _HashedStream:
             if data or len(self._small) >= _PIECE:
                 self.flush()
             self._through(memoryview(data))
-        except BaseException as error:  # also Ctrl-C, which arrives wherever it likes
+        except BaseException as error:  # also Ctrl-C
             self._failed = self._failed or error
             self._small.clear()
             self._put = start + size
         return size
 
     def watch(self, x: Tensor) -> None:
-        """Note in `found` where the memory of a tensor will be written to."""
+        """Record in `found` the offset of the memory of a tensor."""
         self._watched = (x.nbytes, x.data_ptr())
         self.found = None
 
     def check(self) -> None:
-        """Raises the first failure of a write, or of the hashing."""
+        """Raise the first error of a write, or of the hashing."""
         if self._failed is not None:
             raise self._failed
 
     def flush(self) -> None:
-        """Hands over what was gathered."""
+        """Write the buffered pieces."""
         if self._small:
             small = self._small
             self._small = bytearray()
             self._through(memoryview(small))
 
     def _through(self, data: memoryview) -> None:
-        """Hands each piece to the thread that hashes, then to the kernel; after a failure only counts them."""
+        """Pass each piece to the hashing thread, then to the kernel; after an error only count it."""
         while data:
             piece = data[: min(BLOCK - self._put % BLOCK, _PIECE)]
             data = data[len(piece) :]
@@ -135,14 +135,14 @@ class _HashedStream:
             self._block = hashlib.sha256()
 
     def hashed(self) -> None:
-        """Returns when everything so far is hashed, or raises what went wrong."""
+        """Wait until everything so far is hashed; raise the first error."""
         done = threading.Event()
         self._passed.put(done)
         done.wait()
         self.check()
 
     def finish(self) -> SavedFile:
-        """Syncs; what there is to say of the file."""
+        """Sync, and return size and checksums of the file."""
         self.check()
         self.flush()
         os.fsync(self._fd)
@@ -152,7 +152,7 @@ class _HashedStream:
         return SavedFile(self._put, tuple(self._digests))
 
     def close(self) -> None:
-        """Closes the file, finished or not."""
+        """Close the file, finished or not."""
         self._passed.put(None)
         self._hasher.join()
         os.close(self._fd)
@@ -180,12 +180,12 @@ class Writer:
         alone = _alone(values)
         self._stream.watch(alone)
         place = self._record(alone)
-        if values is not tensor or alone.data_ptr() != values.data_ptr():  # a copy, which goes when this returns
+        if values is not tensor or alone.data_ptr() != values.data_ptr():  # a copy, freed when this returns
             self.settle()
         self._chunks.append(Chunk(path, LeafType(shape, tensor.dtype), box, place, self._stream.found))
 
     def add_value(self, path: str, value: Any) -> None:
-        """Write a plain value, for torch alone: `load` knows no such leaves."""
+        """Write a plain value, which only torch reads: `load` ignores such leaves."""
         self._values[path] = self._record(value)
 
     def _record(self, x: object) -> Place:
@@ -195,22 +195,22 @@ class Writer:
         return Place(self.name, first, self._stream.size - first)
 
     def settle(self) -> None:
-        """Returns when all that was added is hashed and handed over: the tensors may change, or go."""
+        """Wait until all added boxes are hashed and written; afterward their tensors may change or be freed."""
         self._stream.flush()
         self._stream.hashed()
 
     def close(self) -> Written:
-        """Syncs the file and says what is in it."""
+        """Sync the file, and return its contents."""
         return Written(self.name, self._stream.finish(), tuple(self._chunks), self._values)
 
 
 def _address(data: bytes | memoryview) -> int:
-    """Where bytes are in memory."""
+    """Return the address of bytes in memory."""
     return np.frombuffer(data, np.uint8).__array_interface__["data"][0]
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU with a storage of just its size, since a record holds whole storages; copies if it must."""
+    """Return a CPU tensor with a storage of exactly its size, since records contain full storages; copy if needed."""
     x = tensor.detach().cpu().contiguous()
     if x.untyped_storage().nbytes() == x.nbytes:
         return x
@@ -220,7 +220,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
-    """Write `.metadata` over all files of a checkpoint, with no path of this machine in it."""
+    """Write `.metadata` for all files of a checkpoint, without paths of this machine."""
     from torch.distributed.checkpoint import filesystem  # lazy: slow to import, and only saves need it
     from torch.distributed.checkpoint import metadata as dcp  # lazy: as above
 
@@ -234,8 +234,8 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
         )
         for path, chunks in by_path.items()
     }
-    # A pickle shows which strings are one object: interned, all equal names of files are, whichever rank sent them; and
-    # a path is the key of `by_path` everywhere.
+    # A pickle depends on which equal strings are one object. Interning the names of files makes it deterministic,
+    # whichever rank sent them; a path is always the key of `by_path`.
     values = {path: place for part in written for path, place in part.values.items()}
     places = {dcp.MetadataIndex(path, _offset(x.box)): x.place for path, chunks in by_path.items() for x in chunks}
     places |= {dcp.MetadataIndex(path): place for path, place in values.items()}

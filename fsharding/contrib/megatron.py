@@ -40,8 +40,8 @@ from fsharding.contrib.megatron_names import (
     refuse_others,
     written_norms,
 )
+from fsharding.foreign.name_map import Piece, in_tensors
 from fsharding.interop.hf.config_tables import decoder_config
-from fsharding.interop.hf.naming import Piece, in_tensors
 from fsharding.interop.hf.saving import shards_at_home, stored_params
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
@@ -346,7 +346,7 @@ def save(
     """
     check_path("a path, then a TrainState", path, "fs.megatron.save(path, state, config)")
     if not isinstance(state, TrainState):
-        mend = "Give the whole state: fs.megatron.save(path, state, config)."
+        mend = "Pass the full state: fs.megatron.save(path, state, config)."
         raise refuse("a path, then a TrainState", state, mend)
     config = decoder_config(config)
     refuse_others(config)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsharding.base.errors import ConfigError, message
-from fsharding.foreign.name_map import Transposed
-from fsharding.interop.hf.naming import Piece, pieces_of
+from fsharding.foreign.name_map import Piece, Transposed
+from fsharding.interop.hf.naming import pieces_of
 from fsharding.models.decoder import DecoderConfig
 
 __all__ = [

@@ -25,7 +25,7 @@ from fsharding.checkpoint.state_leaves import BUFFERS
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.comm.redistribute import in_buckets
 from fsharding.foreign.fsdp2 import Item, Settings, plan_fsdp2
-from fsharding.foreign.name_map import Names, Part, our_box, parts_by_leaf, written_constants
+from fsharding.foreign.name_map import Names, Piece, parts_by_leaf, written_constants
 from fsharding.foreign.safetensors_files import INDEX, SAFETENSORS, index_text, tensor_files
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -159,12 +159,9 @@ def _plan(
     constants, missing = written_constants(names, saved)
     rows += [f"{row} in the checkpoint" for row in missing]
     for name, value in constants.items():
-        if isinstance(value, str):
-            leaf = leaves.leaves[value]
-            item = Item(value, Part(f"{prefix}{name}", (), leaf.shape, transposed=False), leaf.dtype)
-        else:
-            part = Part(f"{prefix}{name}", (), tuple(value.shape), transposed=False)
-            item = Item(name, part, value.dtype, value.cpu())
+        leaf = leaves.leaves[value] if isinstance(value, str) else LeafType(tuple(value.shape), value.dtype)
+        part = Piece(f"{prefix}{name}", leaf.shape, boxes.full(leaf.shape))
+        item = Item(name, part, leaf.dtype, value.cpu()) if isinstance(value, Tensor) else Item(value, part, leaf.dtype)
         rows += [f"{name}: a leaf and a buffer have this name"] if item.part.name in items else []
         if format == "safetensors" and item.dtype not in SAFETENSORS.values():
             rows.append(f"{name}: safetensors has no {item.dtype}")
@@ -204,7 +201,7 @@ def _windows(leaves: Source, item: Item) -> Iterator[tuple[Box, Tensor]]:
         if item.value is not None:
             ours.copy_(item.value[boxes.relative(box, full)])
         else:
-            leaves.read(item.path, our_box(item.part, box), ours[(None,) * len(item.part.lead)])
+            leaves.read(item.path, item.part.ours(box), ours[(None,) * item.part.lead])
         yield box, x
         del x, ours  # free it before the next one is allocated
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding.foreign.name_map import Names, Part, aliases_of, parts_by_leaf
+from fsharding.foreign.name_map import Names, Piece, aliases_of, parts_by_leaf
 from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["Item", "Settings", "plan_fsdp2"]
@@ -25,7 +25,7 @@ class Item(NamedTuple):
     """A tensor to write: a part of a leaf, or a constant `value`."""
 
     path: str
-    part: Part
+    part: Piece
     dtype: torch.dtype
     value: Tensor | None = None
 
@@ -63,12 +63,11 @@ def plan_fsdp2(
         trained += [every[0]] if own else []
         for slot in own:
             scalar = leaves[slot.path].shape == () != leaf.shape
-            one = Part("", (), (), transposed=False) if scalar else part
+            one = Piece("", (), ()) if scalar else part
             kind = torch.float32 if scalar else leaves[slot.path].dtype
             result.append(Item(slot.path, one._replace(name=f"{state}.{slot.name}"), kind))
         if own and all(slot.name != "step" for slot in own):
-            step = Part(f"{state}.step", (), (), transposed=False)
-            result.append(Item(own[0].count, step, torch.float32))
+            result.append(Item(own[0].count, Piece(f"{state}.step", (), ()), torch.float32))
     return result, _groups(settings, trained, rows), rows
 
 

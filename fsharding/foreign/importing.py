@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
@@ -17,9 +17,8 @@ from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.state_leaves import Want, main_wants
 from fsharding.foreign.foreign_weights import Weights, not_cast, weights_at
-from fsharding.foreign.name_map import SAME_BUFFERS, Names, Part, constants_of, other_constants, parts_by_leaf
+from fsharding.foreign.name_map import SAME_BUFFERS, Names, Piece, misfits, other_constants, parts_by_leaf, read_leaf
 from fsharding.mesh.meeting import called_by_all
-from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_names import MEND, objections_to_names
 from fsharding.sharding.named_sharding import LeafType, local_of, sharding_of
@@ -81,11 +80,11 @@ def load_weights(
 
     weights = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
     named = _compare(weights, wants, names, prefix, cast=cast, strict=extra == "refuse")
-    read = on_all(lambda: [_read(weights, named[leaf], want) for leaf, want in wants.items()])
+    # Leaf by leaf: a leaf that is kept off the device needs memory to be read into only until it is there.
+    read = on_all(lambda: [read_leaf(weights, named[path], want.empty()) for path, want in wants.items()])
     return tree.unflatten(structure, read)
 
 
-# ------------------------------------------------------------------------------------------------------- what is wanted
 def _of_tree(like: Tree) -> dict[str, Want]:
     if odd := objections_to_names(tree.paths(like)):
         raise CheckpointError(message("cannot use the paths of some leaves as names.", odd, MEND))
@@ -99,19 +98,11 @@ def _of_tree(like: Tree) -> dict[str, Want]:
 
 def _compare(
     weights: Weights, wants: dict[str, Want], names: Names, prefix: str, *, cast: bool, strict: bool
-) -> dict[str, list[Part]]:
-    """Return the foreign tensors of each leaf, or raise an error that lists everything that doesn't match."""
+) -> dict[str, list[Piece]]:
+    """Return the foreign tensors of each leaf; raise an error that lists everything that doesn't match."""
     rows: list[str] = []
     named = parts_by_leaf(names, {path: want.shape for path, want in wants.items()}, rows)
-    used = {part.name for own in named.values() for part in own}
-    for path, part in ((path, part) for path, own in named.items() for part in own):
-        if why := weights.unread.get(part.name):
-            rows.append(f"{path}: {part.name} is not read: {why}")
-        elif why := _objection(part, wants[path], weights.leaves.get(part.name), cast=cast):
-            rows.append(f"{path}: {part.name} {why}")
-    if strict:
-        others = {name: leaf for name, leaf in {**weights.leaves, **weights.unread}.items() if name not in used}
-        rows += [f"{name} is extra: {leaf}" for name, leaf in others.items() if name not in constants_of(names)]
+    rows += misfits(weights, named, names, wants, partial(_objection, cast=cast), () if strict else None)
     rows += (unlike := other_constants(names, weights))
     if not rows:
         return named
@@ -121,14 +112,14 @@ def _compare(
         mend += "; cast=True casts"
     if strict and any(" is extra: " in row for row in rows):
         mend += "; extra='ignore' skips extra ones"
-    if not prefix and (common := _common_prefix(weights, used)):
+    if not prefix and (common := _common_prefix(weights, {x.name for own in named.values() for x in own})):
         mend += f"; prefix={common!r} reads the names below it"
     rule = f"cannot use {weights.path}: its tensors do not match."
     raise CheckpointError(message(rule, rows, f"{mend}."))
 
 
-def _objection(part: Part, want: Want, stored: LeafType | None, *, cast: bool) -> str | None:
-    wanted = LeafType(part.shape, want.dtype)
+def _objection(piece: Piece, want: Want, stored: LeafType | None, *, cast: bool) -> str | None:
+    wanted = LeafType(piece.shape, want.dtype)
     if stored is None:
         return f"is missing; wanted is {wanted}"
     if why := not_cast(stored, wanted.dtype):
@@ -143,27 +134,3 @@ def _common_prefix(weights: Weights, used: set[str]) -> str | None:
     first = next(iter(used), "")
     prefixes = [name.removesuffix(first) for name in weights.leaves if name.endswith(f".{first}")]
     return next((p for p in prefixes if all(f"{p}{name}" in weights.leaves for name in used)), None)
-
-
-# -------------------------------------------------------------------------------------------------------------- reading
-def _read(weights: Weights, parts: list[Part], want: Want) -> Tensor:
-    """Read one leaf into new memory."""
-    leaf = want.empty()
-    for box, x in leaf.kept().items():
-        # Parts outside of the box are skipped before any file is opened.
-        for part in parts:
-            _read_part(weights, part, box, x)
-    return leaf.at_rest()
-
-
-def _read_part(weights: Weights, part: Part, box: Box, x: Tensor) -> None:
-    """Read the part of a foreign tensor that is in a box of a leaf."""
-    depth = len(part.lead)
-    if not all(start <= index < stop for index, (start, stop) in zip(part.lead, box, strict=False)):
-        return
-    out = x[tuple(index - start for index, (start, _) in zip(part.lead, box, strict=False))]
-    inner = box[depth:]
-    if part.transposed:
-        out = out.mT
-        inner = (*inner[:-2], inner[-1], inner[-2])
-    weights.read(part.name, inner, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,8 +15,8 @@ from fsharding.sharding.boxes import Box
 from fsharding.sharding.leaf_names import MARKS
 
 __all__ = [
-    "SAME_BUFFERS", "ModuleNames", "Name", "Names", "Part", "Rows", "Transposed", "aliases_of", "constants_of",
-    "naming", "other_constants", "our_box", "parts", "parts_by_leaf", "written_constants",
+    "SAME_BUFFERS", "ModuleNames", "Name", "Names", "Piece", "Rows", "Transposed", "aliases_of", "constants_of",
+    "in_tensors", "misfits", "other_constants", "parts", "parts_by_leaf", "read_leaf", "written_constants",
 ]  # fmt: skip
 
 
@@ -122,39 +122,54 @@ def other_constants(names: object, weights: Any) -> list[str]:
 SAME_BUFFERS = "load the buffers into the module before fs.functionalize, with its load_state_dict"
 
 
-class Part(NamedTuple):
-    """One foreign tensor of a leaf."""
+class Piece(NamedTuple):
+    """A box of our leaf that is in one foreign tensor; by default in all of it, without a leading dim."""
 
-    name: str  # what it is called there
-    lead: tuple[int, ...]  # its indices along the leading dims of our leaf
-    shape: tuple[int, ...]
-    transposed: bool  # whether its last two dims are swapped
+    name: str  # of the tensor
+    shape: tuple[int, ...]  # of the tensor in full
+    box: Box  # in our leaf
+    dim: int = 0  # of our leaf, along which the tensor has a different offset
+    shift: int = 0  # what is added to an index of ours along `dim`
+    lead: int = 0  # number of leading dims of our leaf that the tensor lacks
+    transposed: bool = False  # whether the tensor's last two dims are swapped
+
+    def there(self, box: Box) -> Box:
+        """Convert a box of our leaf inside this piece to a box of the tensor."""
+        moved = [(a + self.shift, b + self.shift) if d == self.dim else (a, b) for d, (a, b) in enumerate(box)]
+        return _turned(tuple(moved[self.lead :]), self.transposed)
+
+    def ours(self, box: Box) -> Box:
+        """Convert a box of the tensor to a box of our leaf, for a piece without a shift."""
+        return (*self.box[: self.lead], *_turned(box, self.transposed))
 
 
-def naming(names: Names) -> Callable[[str], Name]:
-    """Convert names to a function."""
-    if names is None:
-        return lambda path: path
-    if callable(names):
-        return names
-    return lambda path: names.get(path, path)
+def _turned(box: Box, transposed: bool) -> Box:
+    return (*box[:-2], box[-1], box[-2]) if transposed else box
 
 
-def parts_by_leaf(names: Names, shapes: Mapping[str, Sequence[int]], rows: list[str]) -> dict[str, list[Part]]:
+def in_tensors(box: Box, x: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield the part of each tensor in a box of our leaf: its name, the box there, and a view of the values."""
+    for piece in pieces:
+        shared = boxes.intersect(box, piece.box)
+        if shared is not None:
+            view = x[boxes.relative(shared, box)][(0,) * piece.lead]
+            yield piece.name, piece.there(shared), view.mT if piece.transposed else view
+
+
+def parts_by_leaf(names: Names, shapes: Mapping[str, Sequence[int]], rows: list[str]) -> dict[str, list[Piece]]:
     """Return the foreign tensors of each leaf; add a row for each entry of a table without a leaf, and each misfit."""
     table = names if isinstance(names, Mapping) else {}
     rows += [f"{path} is in names, but matches no leaf of ours" for path in table if path not in shapes]
-    named = naming(names)
-    result: dict[str, list[Part]] = {}
+    result: dict[str, list[Piece]] = {}
     for path, shape in shapes.items():
         try:
-            result[path] = list(parts(named(path), shape))
+            result[path] = list(parts(names(path) if callable(names) else table.get(path, path), shape))
         except ValueError as error:
             rows.append(f"{path}: {error}")
     return result
 
 
-def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
+def parts(name: Name, shape: Sequence[int]) -> Iterator[Piece]:
     """Yield the foreign tensors of a leaf."""
     keys: tuple[int | str, ...] | None = None
     if isinstance(name, Rows):
@@ -171,15 +186,39 @@ def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
     if transposed and len(rest) < 2:
         raise ValueError(f"{pattern!r}: nothing to transpose in {list(rest)}")
     there = (*rest[:-2], rest[-1], rest[-2]) if transposed else rest
+    inner = boxes.full(rest)
     for lead in product(*map(range, shape[:depth])):
         text = pattern
         marks = lead if keys is None else (keys[lead[0]], *lead[1:])
         for mark, index in zip(MARKS, marks, strict=False):
             text = text.replace(mark, str(index))
-        yield Part(text, lead, there, transposed)
+        box = (*((index, index + 1) for index in lead), *inner)
+        yield Piece(text, there, box, lead=depth, transposed=transposed)
 
 
-def our_box(part: Part, box: Box) -> Box:
-    """Return the box of our leaf that corresponds to a box of a foreign tensor."""
-    inner = (*box[:-2], box[-1], box[-2]) if part.transposed else box
-    return (*((index, index + 1) for index in part.lead), *inner)
+def misfits(
+    weights: Any,
+    named: Mapping[str, Sequence[Piece]],
+    names: object,
+    wants: Mapping[str, Any],
+    objection: Callable[[Piece, Any, Any], str | None],
+    extra: Collection[str] | None,
+) -> list[str]:
+    """Compare tensors with the leaves they are for, one row each; others must be in `extra`, if it isn't None."""
+    rows: list[str] = []
+    for path, piece in ((path, piece) for path, own in named.items() for piece in own):
+        unread = weights.unread.get(piece.name)
+        why = f"is not read: {unread}" if unread else objection(piece, wants[path], weights.leaves.get(piece.name))
+        rows += [f"{path}: {piece.name} {why}"] if why else []
+    if extra is None:
+        return rows
+    known = {*extra, *constants_of(names), *(piece.name for own in named.values() for piece in own)}
+    return rows + [f"{k} is extra: {x}" for k, x in {**weights.leaves, **weights.unread}.items() if k not in known]
+
+
+def read_leaf(weights: Any, pieces: Sequence[Piece], leaf: Any) -> Any:
+    """Read this rank's boxes of a `StateLeaf` into its memory, and return the leaf at rest."""
+    for box, x in leaf.kept().items():
+        for name, there, out in in_tensors(box, x, pieces):
+            weights.read(name, there, out)
+    return leaf.at_rest()

@@ -206,9 +206,9 @@ def test_a_save_into_separate_directories_is_one_error_that_leaves_nothing(answe
         text = rank["separate"]
         assert text == (
             "CheckpointError: fs.checkpoint.save failed on 2 of 4 ranks.\n"
-            "  ranks 2, 3: fs.checkpoint.save needs a directory that all ranks share, and /tmp/run is none.\n"
+            "  ranks 2, 3: fs.checkpoint.save needs a directory that all ranks share; /tmp/run isn't shared.\n"
             "      /tmp/run/.step-3.partial: not there on host1\n"
-            "    Give a path on a file system that every host has mounted, at the same place."
+            "    Pass a path on a file system that every host has mounted at the same place."
         )
         assert rank["left"] == []
 

@@ -612,7 +612,7 @@ MISTAKES = {
     ),
     "save params": (
         ArgumentError,
-        "Give the whole state: fs.checkpoint.save(path, state).",
+        "Pass the full state: fs.checkpoint.save(path, state).",
         lambda at: fs.checkpoint.save("ckpt", at.state.params),
     ),
     "hf.load with the layout first": (
@@ -642,7 +642,7 @@ MISTAKES = {
     ),
     "megatron.save of parameters": (
         ArgumentError,
-        "Give the whole state: fs.megatron.save(path, state, config).",
+        "Pass the full state: fs.megatron.save(path, state, config).",
         lambda at: fs.megatron.save("iter_0000100", at.state.params, CONFIG),
     ),
     "a directory that Megatron has not written": (

@@ -173,11 +173,11 @@ def test_patterns_of_tables_that_others_hide_are_refused():
     with pytest.raises(LayoutError) as error:
         fs.functionalize(Stacked(), "model.layers.*", names={"*": None, "*.weight": ("mlp", None)})
     assert str(error.value) == (
-        "fs.functionalize gets names that other patterns hide.\n"
-        "  '*.weight' stands after '*', which fits model.layers.weight\n"
-        "Put narrow patterns first: the first one that fits a leaf counts."
+        "fs.functionalize got names that earlier patterns hide.\n"
+        "  '*.weight' is after '*', which matches model.layers.weight\n"
+        "Put narrow patterns first: the first pattern that matches a leaf counts."
     )
     with pytest.raises(
-        ConfigError, match=r"'model\.layers\.0' stands after '\*\.layers\.\*', which fits model\.layers\.0"
+        ConfigError, match=r"'model\.layers\.0' is after '\*\.layers\.\*', which matches model\.layers\.0"
     ):
         fs.functionalize(Stacked(), "model.layers.*", roles={"*.layers.*": "column", "model.layers.0": "row"})

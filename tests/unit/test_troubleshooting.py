@@ -265,7 +265,7 @@ MISTAKES = {
     "`torch.Generator` for a key": lambda at: fs.random.normal(torch.Generator(), (2, 2)),
     "`net(params, x)` of a module with batch norms in train mode": lambda at: run_module(torch.nn.BatchNorm1d(4)),
     "a forward that writes a buffer of its own": lambda at: run_module(Counting()),
-    "`fs.functionalize(module)` of one whose blocks it does not know": lambda at: fs.functionalize(
+    "`fs.functionalize(module)` of an unknown family, without units": lambda at: fs.functionalize(
         torch.nn.Sequential(torch.nn.Linear(4, 3))
     ),
     "a plain tensor put into `state.params`": lambda at: at.step(at.state.replace(params=whole_params(at)), at.batch),

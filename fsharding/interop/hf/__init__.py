@@ -1,4 +1,4 @@
-"""Hugging Face in and out: `config.json` as a decoder, safetensors straight into a layout, and back."""
+"""Hugging Face: convert `config.json` to a decoder config, load safetensors into any layout, and save them."""
 
 from fsharding.interop.hf.config_tables import config_json, config_of
 from fsharding.interop.hf.loading import load

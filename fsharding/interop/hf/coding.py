@@ -1,6 +1,6 @@
-"""Which tensors of a directory are written as codes, and the codes: each rank makes codes for its own boxes.
+"""Quantize the weights of a Hugging Face save: each rank quantizes its own boxes.
 
-Guarantee: codes and scales are computed as on whole tensors, whatever the layout: a maximum is exact in any order.
+Guarantee: values and scales equal those of the full tensors in every layout, since max is exact in any order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.comm.codes import largest_of_ranks
 from fsharding.comm.redistribute import in_buckets
 from fsharding.foreign.coded_weights import SCALES, touched_by
+from fsharding.foreign.name_map import Piece
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
 from fsharding.formats.precision import KEEP, Precision
-from fsharding.interop.hf.naming import Piece
 from fsharding.mesh.failures import world_size
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -31,21 +31,20 @@ from fsharding.sharding.named_sharding import LeafType
 __all__ = ["Coding", "Rule"]
 
 _PLAIN = ("*embed*", "lm_head*", "*router*", "*.mlp.gate.weight", "*.block_sparse_moe.gate.weight")
-"""Tensors of which no reader expects codes: tables that are looked up, and routers."""
+"""Tensors that no reader expects to be quantized: lookup tables and routers."""
 _BUCKET = 4 << 20
-"""How many magnitudes the ranks tell each other at once."""
+"""How many block maxima are all-reduced at once."""
 
 
 class Rule:
-    """Which leaves are written as codes of a format."""
+    """Decides which leaves are quantized."""
 
     def __init__(self, format: Blocks, layout: Layout | None) -> None:
         self.format = format
-        # What is kept is said by the precision of the layout, if there is one.
         self._precision = Precision(gather=format, keep=KEEP if layout is None else layout.precision.keep)
 
     def takes(self, path: str, shape: tuple[int, ...], piece: Piece) -> bool:
-        """Whether a piece of a leaf is codes."""
+        """Whether a piece of a leaf is quantized."""
         if any(fnmatch.fnmatchcase(piece.name, pattern) for pattern in _PLAIN):
             return False
         if self._precision.format_of(path, len(piece.shape)) is None:
@@ -54,23 +53,24 @@ class Rule:
 
 
 class Coding:
-    """The codes of one save: the largest magnitudes of all blocks, and what is made of them."""
+    """Block maxima of all quantized tensors of a save, and the values and scales computed with them."""
 
     def __init__(self, format: Blocks, tensors: Mapping[str, tuple[int, ...]]) -> None:
-        """Begins with zeros."""
+        """Start with maxima of 0."""
         self.format, self.tensors = format, dict(tensors)
         self._block = "x".join(map(str, format.block))
         self._amaxes = {name: torch.zeros(format.grid(shape)) for name, shape in tensors.items()}
 
     def infos(self) -> dict[str, LeafType]:
-        """The tensors of scales, by name."""
+        """Types of the scale tensors, by name."""
         return {name + SCALES: LeafType(tuple(x.shape), torch.float32) for name, x in self._amaxes.items()}
 
     def measure(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
-        """Takes the boxes that this rank has: names of tensors, boxes of them, and values."""
+        """Update the block maxima with this rank's boxes: tensor names, boxes, and values."""
         for name, box, x in parts:
             if name not in self.tensors:
                 continue
+            # In windows, since values are copied to float32. Box and window may end inside a block: merge with max.
             shape = self.tensors[name]
             for piece in pieces(box, torch.float32.itemsize):
                 values = x[boxes.relative(piece, box)]
@@ -79,7 +79,7 @@ class Coding:
                 there.copy_(torch.maximum(there, found.cpu()))
 
     def exchange(self, device: torch.device) -> None:
-        """Takes the maximum of the magnitudes over all ranks. Collective, if there is a process group."""
+        """All-reduce (max) the block maxima over all ranks. Collective, if there is a process group."""
         if not dist.is_initialized():
             return
         for names in in_buckets(list(self.tensors), lambda name: self._amaxes[name].numel(), _BUCKET):
@@ -90,45 +90,45 @@ class Coding:
                 self._amaxes[name] = part.view(self._amaxes[name].shape)
 
     def not_finite(self) -> list[str]:
-        """One row for each tensor with blocks that no scale fits."""
+        """List the tensors that have inf or NaN, one row each."""
         counts = {name: (int(x.isfinite().logical_not().sum()), x.numel()) for name, x in self._amaxes.items()}
         bad = {name: f"{few} of its {total} blocks of {self._block}" for name, (few, total) in counts.items() if few}
         return [f"{name} has inf or NaN in {where}" for name, where in bad.items()]
 
     def warn_of_edges(self) -> None:
         """Warn about tensors that have incomplete blocks at their edges."""
-        # `dequantize` of transformers divides a dim by the number of its scales to get the size of a block, so it
-        # returns other numbers for such tensors, or raises. Readers that use `weight_block_size` do not.
+        # `dequantize` of transformers computes the size of a block as a dim divided by the number of its scales, so it
+        # returns wrong values for such tensors, or raises. Readers that use `weight_block_size` are right.
         rows = [
             f"{name} is {list(shape)}"
             for name, shape in self.tensors.items()
             if any(n > block and n % block for n, block in zip(shape[-2:], self.format.sizes(shape), strict=False))
         ]
         if rows:
-            rule = f"writes {len(rows)} tensors with sizes that are not multiples of their {self._block} blocks."
+            rule = f"writes tensors with sizes that are not multiples of their {self._block} blocks."
             mend = (
-                "dequantize=True of transformers reads them wrongly; hf.load, and programs that compute with fp8, read"
-                " them correctly. Write them without codes, with Precision(keep=...), or in blocks that fit."
+                "dequantize=True of transformers reads them wrongly; hf.load and programs that compute in fp8 read them"
+                " correctly. Keep them unquantized with Precision(keep=...), or choose blocks that divide their sizes."
             )
             warnings.warn(message(rule, rows, mend), stacklevel=6)
 
     def scales(self, name: str) -> Tensor:
-        """The scales of all of a tensor."""
+        """Compute the scales of a full tensor."""
         return codec.scales_of(self._amaxes[name], self.format).blocks
 
     def codes(self, name: str, box: Box, x: Tensor) -> Tensor:
-        """The codes of a box of a tensor, as float8 on the device of the values."""
+        """Quantize a box of a tensor to float8, on the device of the values."""
         scales = Scales(codec.scales_of(self._touched(name, box), self.format).blocks.to(x.device))
         block = self.format.sizes(self.tensors[name])
         return codec.encode(x, scales, self.format, block=block, start=_start(box)).view(self.format.dtype)
 
     def _touched(self, name: str, box: Box) -> Tensor:
-        """The magnitudes of the blocks that a box of a tensor is in, as a view."""
+        """View the maxima of the blocks that a box of a tensor touches."""
         touched = touched_by(box, self.tensors[name], self.format)
         return self._amaxes[name][tuple(slice(*ends) for ends in touched)]
 
 
 def _start(box: Box) -> tuple[int, int]:
-    """Where a box begins in the last two dims."""
+    """First indices of a box in the last two dims."""
     rows, columns = (0, *(first for first, _ in box))[-2:]
     return rows, columns

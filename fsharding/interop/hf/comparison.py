@@ -1,4 +1,4 @@
-"""Compare a `config.json` with the model of a layout: every field that changes what the model computes."""
+"""Compare a `config.json` with the model of a layout, by the fields that change what the model computes."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _HARMLESS = re.compile(
     r"|problem_type|initializer_.*|router_aux_loss_coef|output_.*|return_dict|use_cache|bos_token_id|eos_token_id"
     r"|transformers_version|quantization_config|summary_.*|n_ctx"
 )
-"""Fields of a module's config that are names, or that only training, first values or the form of outputs depend on."""
+"""Fields of a module's config that don't change the logits: names, training, initialization, and kinds of outputs."""
 
 
 @dataclass(frozen=True)
 class ModuleConfig:
-    """The config that a module was made with."""
+    """The config of a module."""
 
-    entries: Mapping[str, Any]  # those that its `config.json` would have
+    entries: Mapping[str, Any]  # of its `config.json`
     kind: Any  # the class of the config, whose `from_dict` reads such entries
     generation: Mapping[str, Any] | None  # entries of its `generation_config.json`; None if it has none
 
 
 def config_of_module(module: nn.Module) -> ModuleConfig | None:
-    """The config of a module of transformers, or of one that has a config of the same form; None for any other."""
+    """Read the config of a transformers module, or of one whose config has the same methods; None for others."""
     config: Any = getattr(module, "config", None)
     if not callable(getattr(config, "to_dict", None)) or not callable(getattr(type(config), "from_dict", None)):
         return None
@@ -50,14 +50,14 @@ def config_of_module(module: nn.Module) -> ModuleConfig | None:
 
 
 def generation_of(config: Any) -> Mapping[str, Any] | None:
-    """The entries of the `generation_config.json` that belongs to a config; None if there is none."""
+    """Return the entries of the `generation_config.json` of a config; None if it has none."""
     if isinstance(config, DecoderConfig):
         return (config.published or {}).get("generation_config.json")
     return config.generation if isinstance(config, ModuleConfig) else None
 
 
 def differences(entries: Mapping[str, Any], config: Any) -> list[str]:
-    """The fields in which a `config.json` and the model of a layout compute different things; one row each."""
+    """List the fields in which a `config.json` and the model of a layout compute something different, one row each."""
     if isinstance(config, DecoderConfig):
         return _of_decoders(entries, config) if entries.get("model_type") in [*FAMILIES] else []
     if isinstance(config, ModuleConfig) and "model_type" in entries:
@@ -74,8 +74,8 @@ def _of_decoders(entries: Mapping[str, Any], config: DecoderConfig) -> list[str]
 
 
 def _computed(config: DecoderConfig) -> Iterator[tuple[str, Any]]:
-    """The fields of a decoder that change what it computes."""
-    # Experts in all blocks leave no dense part that could have this size.
+    """Yield the fields of a decoder that change what it computes."""
+    # If all blocks have experts, no dense part has this size.
     unused = () if config.experts is None else ("intermediate_size",)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -94,11 +94,11 @@ def _of_modules(entries: Mapping[str, Any], config: ModuleConfig) -> list[str]:
     if entries["model_type"] != ours.get("model_type"):
         return _rows({"model_type": entries["model_type"]}, {"model_type": ours.get("model_type")})
     try:
-        read = config.kind.from_dict(copy.deepcopy(dict(entries)))  # it writes into them
-        # A model calls it once more when it is made: an entry beside the rotary ones wins then.
+        read = config.kind.from_dict(copy.deepcopy(dict(entries)))  # `from_dict` modifies its argument
+        # Building a model calls this again, and then a top-level rotary entry has precedence over the nested one.
         getattr(read, "standardize_rope_params", dict)()
         theirs = _plain(read.to_dict())
-    except Exception as error:  # whatever a class of another library raises for entries that it cannot have
+    except Exception as error:  # a class of transformers may raise anything for invalid entries
         return [f"{config.kind.__name__} cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
     kept = [key for key in {**ours, **theirs} if not _HARMLESS.fullmatch(key)]
     kept = [key for key in kept if key in ours or not _is_unread(key, theirs[key])]
@@ -106,12 +106,12 @@ def _of_modules(entries: Mapping[str, Any], config: ModuleConfig) -> list[str]:
 
 
 def _is_unread(name: str, value: Any) -> bool:
-    """Whether an entry that the config of a module lacks changes nothing."""
+    """Whether an entry that the module's config lacks has no effect."""
     return name in IGNORED or (value in ONLY[name].accepted if name in ONLY else value is None)
 
 
 def _flat(entries: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested entries by dotted name."""
+    """Yield nested entries by dotted name."""
     for key, value in entries.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{above}{key}.")
@@ -120,7 +120,7 @@ def _flat(entries: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def _plain(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries as JSON gives them back."""
+    """Convert entries to JSON and back, so that tuples equal lists."""
     return json.loads(json.dumps(entries, default=str))
 
 

@@ -1,6 +1,6 @@
-"""Families of models: `config.json` of a Hugging Face directory, and the decoder that it means.
+"""Families of models: convert a Hugging Face `config.json` to a `DecoderConfig`, and back.
 
-Guarantee: `config_of(config_json(c))` computes what `c` computes, for every config that a family can say.
+Guarantee: `config_of(config_json(c))` computes the same as `c`, for every config that a family has entries for.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ SIZES = {
     "vocab_size": "vocab_size", "dim": "hidden_size", "intermediate_size": "intermediate_size",
     "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
 }  # fmt: skip
-"""Fields of a `DecoderConfig`, and what they are called in every `config.json`."""
+"""Fields of a `DecoderConfig` and their names in every `config.json`."""
 
 _KEPT = (
     "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache",
     "max_window_layers", "sliding_window", "use_sliding_window", "attention_dropout", "pretraining_tp",
 )  # fmt: skip
-"""Entries that a decoder computes nothing with, and that are written as they were read."""
+"""Entries that don't affect the computation and are written as they were read."""
 
-_MEND = "Use another model, or bring its weights into a tree of your own: fs.hf.load(path, layout, names)."
+_MEND = "Use a different model, or load its weights into your own tree: fs.hf.load(path, layout, names)."
 
 
 @dataclass(frozen=True)
 class Family:
-    """The conventions that models of a `model_type` share."""
+    """Conventions shared by the models of one `model_type`."""
 
-    architecture: str  # the class of transformers
-    bias: bool = False  # queries, keys and values have biases
-    qk_norm: bool = False  # query and key heads have norms
+    architecture: str  # the class in transformers
+    bias: bool = False  # whether queries, keys and values have biases
+    qk_norm: bool = False  # whether query and key heads have norms
     experts: str | None = None  # the key of the number of experts; None for a dense family
-    rope_base: float = 10_000.0  # where `config.json` has none
+    rope_base: float = 10_000.0  # default if `config.json` has none
 
 
 FAMILIES: dict[str, Family] = {
@@ -62,32 +62,33 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by `model_type`; `FIELDS` has the fields of their configs."""
 
-_LACKS = "models.decoder has no such thing"
-_LACKED = {"gpt2": "learned positions, LayerNorm with biases, and a GELU in the place of SwiGLU"}
+_LACKS = "models.decoder does not support it"
+_LACKED = {"gpt2": "learned positions, LayerNorm with biases, and GELU instead of SwiGLU"}
 
 
 # -------------------------------------------------------------------------------------------------------------- fields
-# Each field of a `config.json` changes the computation and is read, has one value that is computed, or is neutral.
+# Every entry of a `config.json` is in one of three tables: read into the `DecoderConfig`, accepted with some values, or
+# neutral. An entry in none is refused, since it may change the logits.
 class Only(NamedTuple):
-    """A field that changes what the model computes, of which `models.decoder` computes some values."""
+    """A field that changes the computation; `models.decoder` supports only some of its values."""
 
-    default: Any  # of the config class, where `config.json` has no entry
-    accepted: tuple[Any, ...]  # the values that the decoder computes; the entries of a list are compared one by one
+    default: Any  # of the config class, if `config.json` has no entry
+    accepted: tuple[Any, ...]  # supported values; a list is supported if each of its entries is
 
 
 class Fields(NamedTuple):
     """The fields of the config class of a family."""
 
-    # fields that a `DecoderConfig` says too, with the default of the class; None where a file must have one
+    # Fields with an equivalent in `DecoderConfig`, and the class's default; None if a file must have the entry.
     read: dict[str, Any]
-    only: dict[str, Only]  # fields of which the decoder computes some values
-    neutral: frozenset[str]  # fields that change no logits
+    only: dict[str, Only]  # fields with some supported values
+    neutral: frozenset[str]  # fields that don't change the logits
 
 
 READ: frozenset[str] = frozenset(
     ("model_type", "head_dim", "rope_theta", "rope_scaling", "original_max_position_embeddings", "quantization_config")
 )
-"""Entries that are read although some config classes have no such field: names of older releases, and common ones."""
+"""Entries that are read although some config classes lack the field: old names, and common ones."""
 
 ONLY: dict[str, Only] = {
     "attention_bias": Only(False, (False, None)),
@@ -104,7 +105,7 @@ ONLY: dict[str, Only] = {
     "router_jitter_noise": Only(0.0, (0, None)),
     "use_mrope": Only(False, (False, None)),
 }
-"""Entries that change what a model of some family computes, and that files of other families have as well."""
+"""Entries that change the computation in some family and also occur in files of other families."""
 
 _NEUTRAL = frozenset(
     (
@@ -122,31 +123,31 @@ IGNORED = frozenset(
         "_flash_attn_2_enabled", "_name_or_path", "attn_implementation", "auto_map", "experts_implementation",
         "gradient_checkpointing", "name_or_path", "output_attentions", "pretraining_tp", "torch_dtype", "torchscript",
         "use_return_dict",
-        # Of models that are no decoders alone, or have another task, in files of transformers 4.
+        # Of encoders and other tasks, in files of transformers 4.
         "add_cross_attention", "classifier_dropout", "cross_attention_hidden_size", "decoder_start_token_id",
         "finetuning_task", "is_decoder", "num_labels", "prefix", "sep_token_id", "task_specific_params",
         "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "use_bfloat16",
-        # Defaults of generation, which transformers takes out of the config.
+        # Defaults of generation, which transformers removes from the config.
         "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
         "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
         "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size",
         "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
         "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p",
         "typical_p",
-        # Fields of one family in files of another, whose class has none.
+        # Fields of one family that also occur in files of families without them.
         "max_window_layers", "norm_topk_prob", "output_router_logits", "router_aux_loss_coef", "sliding_window",
         "use_sliding_window",
         # Notes of tools that write directories.
         "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
     )
 )  # fmt: skip
-"""Entries that change no logits, and are no fields of the config class: `Fields` come first."""
+"""Entries that don't change the logits of families whose `Fields` lack them: `Fields` have precedence."""
 
 
 def _fields(
     read: dict[str, Any], *shared: str, only: dict[str, Only] | None = None, neutral: tuple[str, ...] = ()
 ) -> Fields:
-    """The fields of a family, whose sizes every class has; `shared` are those of `ONLY` that its class has."""
+    """Build the fields of a family: the common ones, the given ones, and the `shared` names of `ONLY`."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     every = {"tie_word_embeddings": False, "rope_parameters": None, "rms_norm_eps": 1e-6}
     activations = {"hidden_act": Only("silu", ("silu", "swish")), "attention_dropout": Only(0.0, (0, None))}
@@ -159,7 +160,7 @@ _ROUTER = {
     "num_experts_per_tok": None, "num_local_experts": None, "num_experts": None, "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_SWITCHED = {"use_sliding_window": False}  # the window counts only where this is true
+_SWITCHED = {"use_sliding_window": False}  # the window applies only if this is true
 
 FIELDS: dict[str, Fields] = {
     "llama": _fields(
@@ -168,7 +169,7 @@ FIELDS: dict[str, Fields] = {
     "mistral": _fields({"num_key_value_heads": 8, "head_dim": None}, only=_WINDOW),
     "qwen2": _fields(
         {"num_key_value_heads": 32, **_SWITCHED}, "layer_types", only=_WINDOW,
-        neutral=("attention_bias", "max_window_layers"),  # its biases are always there
+        neutral=("attention_bias", "max_window_layers"),  # the class always has biases
     ),
     "qwen3": _fields(
         {"num_key_value_heads": 32, "head_dim": 128, **_SWITCHED}, "layer_types", "attention_bias", only=_WINDOW,
@@ -183,24 +184,26 @@ FIELDS: dict[str, Fields] = {
         "attention_bias", "mlp_only_layers", "decoder_sparse_step", only=_WINDOW, neutral=("max_window_layers",),
     ),
 }  # fmt: skip
-"""By `model_type`."""
+"""Fields of the config classes, by `model_type`."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ in
 @public
 def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a `config.json` means.
+    """Read the `DecoderConfig` that a `config.json` describes.
 
-    A router's balance loss counts where transformers would add it, that is with `output_router_logits`; shares of
-    experts are those of one layer here, and those of all layers there. The config keeps the entries of `config.json`
-    and `generation_config.json`: `fs.hf.save` writes those again that compute nothing, such as token ids.
+    The balance loss of the router is on if `output_router_logits` is true; unlike transformers, which pools all layers,
+    each layer computes its own expert loads. The config keeps the entries of `config.json` and
+    `generation_config.json`, and `fs.hf.save` writes the ones that don't affect the computation, such as token ids.
 
     Args:
-        source: the entries; or a directory with a `config.json`, or the path of such a file.
+        source: Entries of the file, its path, or the directory that has it.
+
+    Returns:
+        The config of `models.decoder`.
 
     Raises:
-        ConfigError: no such file, an unknown family, entries that are missing, or that the decoder lacks; all of them
-            are listed.
+        ConfigError: a missing file, an unknown family, or entries that are missing or not supported; all are listed.
 
     Example:
         >>> entries = fs.hf.config_json(fs.models.presets.llama3_8b())  # or the path of a directory
@@ -219,9 +222,9 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
     if family is None or not isinstance(kind, str):
         rows = [f"model_type is {kind!r}" + (f": it has {_LACKED[kind]}" if kind in [*_LACKED] else "")]
         mend = f"Families are {', '.join(FAMILIES)}. {_MEND}"
-        raise ConfigError(message("knows no such family.", rows, mend))
+        raise ConfigError(message("does not support this family.", rows, mend))
     unknown = _unknown(entries, kind)
-    # Fields that a file leaves out have the defaults of the config class.
+    # A field that the file lacks has the default of the config class, not of `DecoderConfig`.
     entries = {**FIELDS[kind].read, **entries}
     if "use_sliding_window" in FIELDS[kind].read and not entries["use_sliding_window"]:
         entries["sliding_window"] = None
@@ -235,22 +238,22 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The entries of a `config.json`, given the file or its directory."""
-    mend = "Give a directory that has a config.json, as save_pretrained of transformers makes it."
+    """Read the entries of a `config.json`, given the file or its directory."""
+    mend = "Pass a directory that has a config.json, as save_pretrained of transformers writes it."
     return _read(path, "config.json", mend)
 
 
 def _read(path: str | os.PathLike[str], name: str, mend: str) -> dict[str, Any]:
-    """The entries of a JSON file, given it or its directory."""
+    """Read the entries of a JSON file, given the file or its directory."""
     file = Path(path)
     try:
         file = file / name if file.is_dir() else file
-        # A path that a user named may be any link; an entry of a directory only one inside its own tree.
+        # The user's path may be any link; a link inside the directory must not lead out of its tree.
         real = Path(os.path.realpath(path))
         real = beside(real, name) if real.is_dir() else real
         entries = read_json(real, most=CONFIG_LIMIT, finite=False)
         if not isinstance(entries, dict):
-            raise ValueError(f"it holds a {type(entries).__name__}, not an object")
+            raise ValueError(f"it contains a {type(entries).__name__}, not an object")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(report(f"fs.hf.config_of cannot read {file}.", [str(why)], mend)) from error
@@ -260,16 +263,16 @@ def _read(path: str | os.PathLike[str], name: str, mend: str) -> dict[str, Any]:
 _MOST: dict[str, int] = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
 _COUNTS = ("num_experts", "num_local_experts")
 _MOST_ELSE = 1 << 24
-"""Above every model, and below what makes plans of it slow, or its bytes more than a number holds."""
+"""Larger than any model, and small enough that planning stays fast and sizes in bytes fit int64."""
 
 
 def _sizes(entries: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The sizes that have to be there, as they are, and those that may be there, where they are."""
+    """Collect the required sizes, None if missing, and the optional sizes that the entries have."""
     keys = [theirs for ours, theirs in SIZES.items() if ours != "kv_heads"]
     keys += ["num_experts_per_tok"] if family.experts is not None else []
     result = {key: entries.get(key) for key in keys}
     if family.experts is not None:
-        # Two names of one field: transformers lets the one that the class does not have win.
+        # Two names of one field: in transformers the alias has precedence over the class's own name.
         counts = [entries[key] for key in (*{*_COUNTS} - {family.experts}, family.experts) if entries[key] is not None]
         result[family.experts] = counts[0] if counts else None
         result |= {"moe_intermediate_size": entries.get("moe_intermediate_size")} if family.qk_norm else {}
@@ -277,9 +280,10 @@ def _sizes(entries: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _wrong_numbers(entries: Mapping[str, Any], family: Family) -> list[str]:
-    """Sizes and other numbers that no model can have, one row each."""
+    """List sizes and other numbers that are out of range, one row each."""
+    # The file isn't trusted: a size of 10**18 must fail here, not while the layout is planned.
     sizes = _sizes(entries, family).items()
-    rows = [f"{key} is {x!r}: a whole number above 0" for key, x in sizes if not _is_size(x)]
+    rows = [f"{key} is {x!r}: an integer above 0" for key, x in sizes if not _is_size(x)]
     most = ((key, x, _MOST.get(key, _MOST_ELSE)) for key, x in sizes if _is_size(x))
     rows += [f"{key} is {x:,}: at most {limit:,}" for key, x, limit in most if x > limit]
     eps = entries["rms_norm_eps"]
@@ -294,12 +298,12 @@ def _wrong_numbers(entries: Mapping[str, Any], family: Family) -> list[str]:
         wrong = not _is_number(share, 0, _LARGEST)
         rows += [f"router_aux_loss_coef is {share!r}: a number from 0 on"] if wrong else []
     if not rows and (count := _largest(dict(sizes))) > _MOST_ELEMENTS:
-        rows.append(f"one leaf of it would have {count:,} elements: at most {_MOST_ELEMENTS:,}")
+        rows.append(f"one leaf would have {count:,} elements: at most {_MOST_ELEMENTS:,}")
     return rows
 
 
 def _largest(sizes: Mapping[str, int]) -> int:
-    """About how many elements the largest leaf has."""
+    """Estimate the number of elements of the largest leaf."""
     dim = sizes["hidden_size"]
     layers = sizes["num_hidden_layers"]
     hidden = sizes["intermediate_size"]
@@ -317,7 +321,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _foreign(entries: Mapping[str, Any], kind: str) -> list[str]:
-    """Fields whose value the decoder does not compute, one row each."""
+    """List fields with values that the decoder doesn't support, one row each."""
     fields = FIELDS[kind]
     only = fields.only | {name: field for name, field in ONLY.items() if name not in {*fields.neutral, *fields.only}}
     said = {name: entries.get(name, field.default) for name, field in only.items()}
@@ -334,33 +338,35 @@ def _foreign(entries: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def _unknown(entries: Mapping[str, Any], kind: str) -> list[str]:
-    """Entries that the tables do not have, one row each: they may change what the model computes."""
+    """List entries in no table, one row each: they may change the computation."""
     read, only, neutral = FIELDS[kind]
     known = {*read, *only, *neutral, *READ, *ONLY, *IGNORED}
     named = f"{FAMILIES[kind].architecture.removesuffix('ForCausalLM')}Config"
     unknown = {name: value for name, value in entries.items() if name not in known and value is not None}
-    return [f"{name} is {value!r}: no field of {named} that this library knows" for name, value in unknown.items()]
+    return [f"{name} is {value!r}: not a supported field of {named}" for name, value in unknown.items()]
 
 
-_TAKE_OUT = "An entry that changes no logits can be taken out of config.json."
+_TAKE_OUT = "If an entry does not change the logits, remove it from config.json."
 
 
 def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary entries of files of transformers 4 and 5 in the form of 5."""
+    """Convert the rotary entries of transformers 4 or 5 to the form of 5."""
+    # Files of 4 have `rope_theta` at the top level, and `rope_scaling` with `type` or `rope_type`; files of 5 have both
+    # in `rope_parameters`.
     said = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
     rope = dict(said) if isinstance(said, Mapping) else {"rope_type": said}
     rope.setdefault("rope_type", rope.pop("type", "default"))
     if "rope_theta" not in rope and entries.get("rope_theta") is not None:
         rope["rope_theta"] = entries["rope_theta"]
     if rope["rope_type"] in ("llama3", "yarn"):
-        # As in transformers, the entry beside the nested ones wins.
+        # As in transformers, the top-level entry has precedence over the nested one.
         context = "original_max_position_embeddings"
         rope |= {context: entries[context]} if context in entries else {}
     return rope
 
 
 def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
-    """How rotary frequencies are scaled; what cannot be said is added to the rows."""
+    """Read the scaling of rotary frequencies; add a row for each entry that isn't supported."""
     rope = _rope(entries)
     if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
         rows.append(f"the rotary positions differ between {listed(nested)}: {_LACKS}")
@@ -395,11 +401,11 @@ def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
 
 
 _MOST_FACTOR = 1_000_000
-"""By which a context can grow."""
+"""Limit for the factor by which a context is extended."""
 
 
 def _is_number(value: Any, least: float = -_LARGEST, most: float = _LARGEST) -> bool:
-    """Whether it is a number in a range, which NaN is not."""
+    """Whether a value is a number in a range; NaN isn't."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -431,7 +437,7 @@ def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None
 
 # ----------------------------------------------------------------------------------------------------------------- out
 def decoder_config(config: Any) -> DecoderConfig:
-    """The config of a decoder, where it or a recipe that has it is given."""
+    """Return the config of a decoder, given the config or a recipe that has one."""
     result = config if isinstance(config, DecoderConfig) else getattr(config, "config", None)
     if not isinstance(result, DecoderConfig):
         mend = "Pass a DecoderConfig, or a recipe such as fs.models.presets.llama3_8b()."
@@ -441,16 +447,19 @@ def decoder_config(config: Any) -> DecoderConfig:
 
 @public
 def config_json(config: Any, **entries: Any) -> dict[str, Any]:
-    """The `config.json` of a decoder, in the family that computes the same.
+    """Convert a `DecoderConfig` to the entries of a `config.json` of a family that computes the same.
 
-    A config of `config_of` has the token ids, `max_position_embeddings` and the like of the file that it was read from.
+    A config from `config_of` keeps the token ids, `max_position_embeddings` and similar entries of its file.
 
     Args:
-        config: a `DecoderConfig`, or a recipe that has one.
-        **entries: more entries, or others, such as `max_position_embeddings` or `eos_token_id`.
+        config: `DecoderConfig`, or a recipe.
+        **entries: Entries to add or replace, such as `eos_token_id`.
+
+    Returns:
+        Entries of the `config.json`, with rotary entries for transformers 4 and 5.
 
     Raises:
-        ConfigError: no family has all that the decoder has, or it is no config.
+        ConfigError: the decoder has a feature that no family supports, or the argument isn't a config.
 
     Example:
         >>> entries = fs.hf.config_json(fs.models.presets.llama3_8b(), eos_token_id=128_001)
@@ -471,7 +480,7 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         **_rope_json(config),
     }
-    result |= {"sliding_window": None} if kind == "mistral" else {}  # its class has a window by default
+    result |= {"sliding_window": None} if kind == "mistral" else {}  # the class's default is a window
     if experts is not None:
         result |= {
             str(family.experts): experts.count,
@@ -485,18 +494,18 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
 
 
 def _kept(config: DecoderConfig, kind: str) -> dict[str, Any]:
-    """The entries of the `config.json` that a decoder was read from, as far as it computes nothing with them."""
+    """Keep the entries of the original `config.json` that don't affect the computation."""
     before = (config.published or {}).get("config.json", {})
     if before.get("model_type") != kind:
         return {}
     kept = {key: before[key] for key in _KEPT if key in before}
     if config_of(before).rope_scaling != config.rope_scaling:
-        kept.pop("max_position_embeddings", None)  # it follows from the scaling
+        kept.pop("max_position_embeddings", None)  # computed from the scaling
     return kept
 
 
 def _rope_json(config: DecoderConfig) -> dict[str, Any]:
-    """The rotary entries, for transformers 5 and, beside them, for 4, which would take another base in silence."""
+    """Write the rotary entries of transformers 5, and of 4, which would silently use its default base otherwise."""
     scaling = config.rope_scaling
     rope = dict[str, Any](rope_type="default")
     if scaling is not None:
@@ -511,7 +520,7 @@ def _rope_json(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _kind(config: DecoderConfig) -> str:
-    """The family of a decoder."""
+    """Find the family of a decoder."""
     experts = config.experts
     rows = ["it has stacks of unlike blocks"] if config.stacks else []
     rows += [f"its attention is {type(config.attention).__name__}"] if config.attention is not None else []
@@ -520,14 +529,14 @@ def _kind(config: DecoderConfig) -> str:
         odd = {key: getattr(experts, key) for key, usual in plain.items() if getattr(experts, key) != usual}
         rows += [f"its experts have {key}={value!r}" for key, value in odd.items()]
         if not experts.normalize and not config.qk_norm:
-            rows.append("weights of its experts are not normalized, which only qwen3_moe knows, with qk_norm")
+            rows.append("weights of its experts are not normalized, which only qwen3_moe supports, with qk_norm")
     wanted = config.bias, config.qk_norm, experts is not None
     fits = [kind for kind, f in FAMILIES.items() if wanted == (f.bias, f.qk_norm, f.experts is not None)]
     if not fits:
         with_or_without = "with" if experts else "without"
-        rows.append(f"bias={config.bias} and qk_norm={config.qk_norm}, {with_or_without} experts, go not together")
+        rows.append(f"no family has bias={config.bias} and qk_norm={config.qk_norm} {with_or_without} experts")
     if rows:
-        mend = f"Families are {', '.join(FAMILIES)}; give the entries of a config.json of another one yourself."
-        raise ConfigError(message("finds no family that computes as this decoder.", rows, mend))
+        mend = f"Families are {', '.join(FAMILIES)}; for a different one pass the entries of its config.json."
+        raise ConfigError(message("finds no family that computes the same as this decoder.", rows, mend))
     before = (config.published or {}).get("config.json", {}).get("model_type")
     return before if before in fits else fits[0]

@@ -1,7 +1,7 @@
-"""`load`: the weights of a Hugging Face directory in any layout; each rank reads its own slices and nothing else.
+"""`load`: read the weights of a Hugging Face directory into any layout; each rank reads only its own slices.
 
-Guarantee: what is loaded does not depend on the layout, bit for bit; a rank holds its shard and a window of 16 MiB.
-Every file that cannot be read is named in one error.
+Guarantee: the values don't depend on the layout; the peak memory of a rank is its shards and 16 MiB. One error lists
+every file that can't be read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fsharding.checkpoint.state_leaves import Want, main_wants
 from fsharding.foreign import coded_weights
 from fsharding.foreign.coded_weights import CONFIG_KEY, Reader
 from fsharding.foreign.foreign_weights import Weights, open_file, table_of
-from fsharding.foreign.name_map import SAME_BUFFERS, constants_of, other_constants
+from fsharding.foreign.name_map import SAME_BUFFERS, Piece, misfits, other_constants, read_leaf
 from fsharding.foreign.safetensors_files import INDEX, SINGLE
 from fsharding.interop.hf.comparison import differences
 from fsharding.interop.hf.config_tables import config_of, read_config
-from fsharding.interop.hf.naming import Names, Piece, in_tensors, names_of, pieces_by_leaf
+from fsharding.interop.hf.naming import Names, names_of, pieces_by_leaf
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig
@@ -48,7 +48,7 @@ _STACKED = "model.layers.0.mlp.experts.gate_up_proj"
 _HEAD = "lm_head.weight"
 _TABLE = "model.embed_tokens.weight"
 _RUNTIME = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Tensors that old versions of transformers stored although they follow from the config."""
+"""Tensors that old versions of transformers stored although they are computed from the config."""
 
 
 @public
@@ -56,28 +56,26 @@ _RUNTIME = re.compile(r"\.rotary_emb\.inv_freq$")
 def load(
     path: StrPath, layout: Layout, names: Names | None = None, *, extra: Literal["refuse", "ignore"] = "refuse"
 ) -> Tree:
-    """Reads the weights of a Hugging Face directory. Collective over all ranks, which have to see one file system.
+    """Load the weights of a Hugging Face directory. Collective over all ranks, which must share the file system.
 
     Args:
-        path: with `config.json`, and `model.safetensors` or several files and their index. Every entry of `config.json`
-            that changes what the model computes is compared with the model that the layout was planned for. Weights
-            may be codes, where its `quantization_config` says fp8 in blocks, as DeepSeek-V3 has them: they are read as
-            the numbers that codes and scales stand for, each rank the ranges and the scales that it needs.
-        layout: where the leaves go: of `models.decoder(fs.hf.config_of(path))`, or of any tree with `names`.
-        names: where each leaf is; by default `fs.hf.names_of` for the decoder of the `config.json`, of which only the
-            format of weights is read otherwise. A leaf with a `Fused` dim may be `Joined` of tensors that are apart
-            there.
-        extra: "ignore" lets tensors be that no leaf asks for.
+        path: Directory with `config.json`, and `model.safetensors` or several files with an index. Entries of
+            `config.json` that change the computation are compared with the layout's model. Block-quantized fp8 weights,
+            as in DeepSeek-V3, are dequantized; each rank reads only the values and scales that it needs.
+        layout: Layout of `models.decoder(fs.hf.config_of(path))`, or of any tree with `names`.
+        names: Tensors of each leaf by path. Default: `fs.hf.names_of` for the decoder of `config.json`. A leaf with a
+            `Fused` dim may be `Joined` from separate tensors.
+        extra: Whether tensors that no leaf uses are an error ("refuse") or are skipped ("ignore").
 
     Returns:
-        A tree as `fs.state_from_params` takes it: main parameters in `layout.main` and their dtype, frozen ones in
-        `layout.params`. `fs.params_from_main(tree, tree, layout)` makes parameters of them that compute.
+        A tree for `fs.state_from_params`: main parameters in `layout.main`, in their dtype, and frozen parameters in
+        `layout.params`. To compute with it without a state, call `fs.params_from_main(tree, tree, layout)`.
 
     Raises:
-        CheckpointError: on every rank, and before anything is read: a directory or files that cannot be read, a model
-            that the decoder cannot be, or that is not the layout's, tensors that are missing, extra, or of another
-            shape or kind; all of them. A tied model whose file has a head that differs from its embedding.
-        LayoutError: the layout is on an abstract mesh.
+        CheckpointError: on every rank, before weights are read: files that can't be read, an unsupported config, a
+            config that differs from the layout's model, or tensors that are missing, extra, or of a different shape or
+            kind; all are listed. Also a tied model whose file has a different head.
+        LayoutError: a layout on an abstract mesh.
 
     Example:
         >>> recipe = fs.models.presets.recipe("tiny-llama3")
@@ -100,22 +98,15 @@ def load(
             _check_tied(folder)
         return (folder, compared), hashlib.sha256(repr(sorted(folder.leaves.items())).encode()).hexdigest()
 
-    folder, pieces = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
-    # All of the memory that stays comes first: what is needed between then lies in one place, and goes.
+    folder, pieces = agreed(look, f"finds {path} different on different ranks.", "sees different tensors")
+    # Allocate all leaves first: temporary memory is then contiguous, and is returned to the system.
     leaves = {name: want.empty() for name, want in wants.items()}
-
-    def fill() -> None:
-        for path, leaf in leaves.items():
-            for box, x in leaf.kept().items():
-                for name, there, out in in_tensors(box, x, pieces[path]):
-                    folder.read(name, there, out)
-
-    on_all(fill)
-    return tree.unflatten(layout.structure, [leaf.at_rest() for leaf in leaves.values()])
+    read = on_all(lambda: [read_leaf(folder, pieces[name], leaf) for name, leaf in leaves.items()])
+    return tree.unflatten(layout.structure, read)
 
 
 def _opened(path: StrPath, *, with_config: bool) -> tuple[Weights, DecoderConfig | None]:
-    """The headers, and the config where it is asked for; what is wrong with both is told at once."""
+    """Read the headers, and the config if asked for; one error lists the problems of both."""
     result: list[Any] = []
     wrong: list[str] = []
     reads = [open_folder, lambda path: config_of(_entries(path))]
@@ -130,12 +121,12 @@ def _opened(path: StrPath, *, with_config: bool) -> tuple[Weights, DecoderConfig
 
 
 def _entries(path: StrPath) -> dict[str, Any]:
-    """The entries of a `config.json` but for the format of the weights, about which `open_folder` says all."""
+    """Read the entries of `config.json` without the format of the weights, which `open_folder` checks."""
     return {key: value for key, value in read_config(path).items() if key != CONFIG_KEY}
 
 
 def _check_config(folder: Weights, layout: Layout) -> None:
-    """Refuses a `config.json` that says another model than the layout was planned for."""
+    """Refuse a `config.json` of a model that computes something different from the layout's."""
     if not os.path.lexists(folder.path / "config.json"):
         return
     if rows := differences(_entries(folder.path), layout.config):
@@ -145,17 +136,17 @@ def _check_config(folder: Weights, layout: Layout) -> None:
 
 
 def _default_names(config: DecoderConfig, folder: Weights) -> tuple[Names, tuple[str, ...]]:
-    """The names that a config means, and tensors that may be there besides."""
+    """Find the names for a config, and tensors that files may have in addition."""
     names = names_of(config, stacked_experts=_STACKED in folder.leaves)
     if not config.tied:
         return names, ()
-    if _TABLE not in folder.leaves:  # a tied model may have its one table under the name of the head
+    if _TABLE not in folder.leaves:  # the files of a tied model may have the table under the head's name
         names = {path: _HEAD if name == _TABLE else name for path, name in names.items()}
     return names, (_HEAD,)
 
 
 def _check_tied(folder: Weights) -> None:
-    """Refuse a tied model whose file has another head than its embedding. Each rank compares some of the rows."""
+    """Refuse a tied model whose file has a head unlike its embedding; each rank compares some of the rows."""
     if _HEAD not in folder.leaves or _TABLE not in folder.leaves:
         return
     head, table = folder.leaves[_HEAD], folder.leaves[_TABLE]
@@ -170,33 +161,22 @@ def _check_tied(folder: Weights) -> None:
     if not same:
         row = f"{_HEAD} and {_TABLE} differ, and tie_word_embeddings is true"
         mend = "transformers does not tie them then: for that model write tie_word_embeddings false in config.json, and"
-        mend += f" plan the layout with models.decoder(fs.hf.config_of(path)); for a tied one take {_HEAD} out."
-        raise CheckpointError(message(f"cannot use {folder.path}: it says two things about the head.", [row], mend))
+        mend += f" plan the layout with models.decoder(fs.hf.config_of(path)); for a tied model remove {_HEAD}."
+        raise CheckpointError(message(f"cannot use {folder.path}: it has two different heads.", [row], mend))
 
 
 def _compare(
     folder: Weights, layout: Layout, wants: dict[str, Want], names: Names, allowed: tuple[str, ...], *, strict: bool
 ) -> dict[str, list[Piece]]:
-    """The pieces of each leaf; refuses a directory that does not have them, with every tensor that differs."""
+    """Find the pieces of each leaf; refuse a directory that lacks some, and list every tensor that differs."""
     result, rows = pieces_by_leaf(names, {path: want.shape for path, want in wants.items()}, layout, len(folder.leaves))
-    for path, pieces in result.items():
-        for piece in pieces:
-            if why := folder.unread.get(piece.name):
-                rows.append(f"{path}: {piece.name} is not read: {why}")
-            elif why := _objection(piece, wants[path], folder.leaves.get(piece.name)):
-                rows.append(f"{path}: {piece.name} {why}")
-    used = {piece.name for pieces in result.values() for piece in pieces}
-    if strict:
-        allowed = (*allowed, *constants_of(names))
-        there = {**folder.leaves, **folder.unread}
-        others = {name: leaf for name, leaf in there.items() if name not in used and name not in allowed}
-        rows += [f"{name} is extra: {leaf}" for name, leaf in others.items()]
+    rows += misfits(folder, result, names, wants, _objection, allowed if strict else None)
     rows += (unlike := other_constants(names, folder))
     if rows:
-        mend = "Plan the layout with models.decoder(fs.hf.config_of(path)), or give names={ours: theirs}"
+        mend = "Plan the layout with models.decoder(fs.hf.config_of(path)), or pass names={ours: theirs}"
         mend += f"; {SAME_BUFFERS}" if unlike else ""
-        mend += "; extra='ignore' leaves the rest." if any(" is extra: " in row for row in rows) else "."
-        rule = f"cannot use {folder.path}: {len(rows)} tensors are not as they should be."
+        mend += "; extra='ignore' skips the rest." if any(" is extra: " in row for row in rows) else "."
+        rule = f"cannot use {folder.path}: its tensors differ from the layout's in {len(rows)} places."
         raise CheckpointError(message(rule, rows, mend))
     return result
 
@@ -211,7 +191,7 @@ def _objection(piece: Piece, want: Want, stored: LeafType | None) -> str | None:
 
 # -------------------------------------------------------------------------------------------------------- the directory
 def open_folder(path: StrPath) -> Weights:
-    """Reads the headers of all safetensors files of a directory."""
+    """Read the headers of all safetensors files of a directory."""
     folder = real_path(path)
     rows: list[str] = []
     table = _table(folder, rows)
@@ -219,10 +199,10 @@ def open_folder(path: StrPath) -> Weights:
     for name in sorted({*table.values()}) if table is not None else _files(folder, rows):
         try:
             if not is_plain_name(name):
-                raise ValueError("is no plain file name")
+                raise ValueError("isn't a plain file name")
             result = open_file(beside(folder, name))
             if result.format != "safetensors":
-                raise ValueError("it is no safetensors file")
+                raise ValueError("it isn't a safetensors file")
             opened[name] = result
         except FileNotFoundError:
             rows.append(f"{name} is missing")
@@ -231,7 +211,7 @@ def open_folder(path: StrPath) -> Weights:
     leaves = dict[str, LeafType]()
     files = dict[str, Weights]()
     unread = dict[str, str]()
-    # With an index, a tensor is read from the file that the index names, wherever else it may lie as well.
+    # With an index, a tensor is read from the file that the index names, even if other files have it too.
     for name, weights in opened.items():
         own = [tensor for tensor in (*weights.leaves, *weights.unread) if table is None or table.get(tensor) == name]
         unread |= {tensor: weights.unread[tensor] for tensor in own if tensor in weights.unread}
@@ -239,20 +219,20 @@ def open_folder(path: StrPath) -> Weights:
         leaves |= {tensor: weights.leaves[tensor] for tensor in kept}
         files |= dict.fromkeys(own, weights)
     lost = [(tensor, name) for tensor, name in (table or {}).items() if name in opened and tensor not in files]
-    rows += [f"{tensor} is not in {name}, where the index has it" for tensor, name in lost]
+    rows += [f"{tensor} is not in {name}, unlike the index" for tensor, name in lost]
 
     def reader(name: str, box: Box, out: Tensor) -> None:
         files[name].read(name, box, out)
 
     if rows:
-        mend = "Get the directory again, as save_pretrained(safe_serialization=True) of transformers makes it."
+        mend = "Get the directory again, as save_pretrained(safe_serialization=True) of transformers writes it."
         raise CheckpointError(message(f"cannot read {folder}.", rows, mend))
     numbers, read = _as_numbers(folder, leaves, reader)
     return Weights(folder, "safetensors", numbers, (), read, unread)
 
 
 def _as_numbers(folder: Path, leaves: dict[str, LeafType], reader: Reader) -> tuple[dict[str, LeafType], Reader]:
-    """Tensors with codes as numbers, where the directory has codes."""
+    """Dequantize tensors when they are read, if the directory is quantized."""
     try:
         blocks = coded_weights.blocks_in(folder)
         return (leaves, reader) if blocks is None else coded_weights.decoded(leaves, reader, blocks)
@@ -262,15 +242,15 @@ def _as_numbers(folder: Path, leaves: dict[str, LeafType], reader: Reader) -> tu
 
 
 def _table(folder: Path, rows: list[str]) -> dict[str, str] | None:
-    """The file of each tensor, by the index; None where there is no index."""
+    """Read the file of each tensor from the index; None if there is no index."""
     if not os.path.lexists(folder / INDEX):
         return None
     try:
         table = table_of(folder / INDEX)
         if not all(isinstance(name, str) for name in table.values()):
-            raise ValueError("a tensor of it is in no file")
+            raise ValueError("a tensor has no file")
         if os.path.lexists(folder / SINGLE) and (other := sorted({*table.values()} - {SINGLE})):
-            # transformers reads the single file and never looks at the index, whichever of the two is newer.
+            # transformers reads the single file and ignores the index, whichever is newer.
             what = f"lists {other[0]}, and {SINGLE} is there too: two saves in one directory"
             rows.append(f"{INDEX} {what}; remove {SINGLE}, or {INDEX} and its files")
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face directory that a leaf is made of: boxes of tensors that are turned, split or fused.
+"""Map leaves to boxes of the tensors of a Hugging Face directory, which may be transposed, split or fused.
 
 Guarantee: the pieces of a leaf tile it; all pieces together tile every tensor.
 """
@@ -10,31 +10,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from torch import Tensor
-
 from fsharding.base.public import public
 from fsharding.foreign.name_map import Name as SimpleName
-from fsharding.foreign.name_map import Rows, Transposed, our_box, parts
+from fsharding.foreign.name_map import Piece, Rows, Transposed, parts
 from fsharding.interop.hf.config_tables import decoder_config
 from fsharding.sharding import boxes
-from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.partition_spec import Fused
 
 __all__ = [
-    "EXPERTS", "Joined", "Name", "Names", "Piece", "Rows", "Section", "Transposed", "in_tensors", "names_of",
-    "pieces_by_leaf", "pieces_of", "renumbered", "untiled",
+    "EXPERTS", "Joined", "Name", "Names", "Rows", "Section", "Transposed", "names_of", "pieces_by_leaf", "pieces_of",
+    "renumbered", "untiled",
 ]  # fmt: skip
 
 
 class Joined(NamedTuple):
-    """The name of a leaf of ours that is fused, where the other side has its parts apart: q, k and v, say.
+    """Names of several tensors that are fused into one leaf, such as q, k and v.
 
     Attributes:
-        names: of the parts, in the order of the leaf's `Fused` dim, which says their sizes.
-        dim: along which the parts are equally large, where the leaf has no such dim; counted from the last one: -1, -2
-            and so on.
+        names: Names of the parts, in the order of the leaf's `Fused` dim, which sets their sizes.
+        dim: Negative index of the dim along which the parts have equal sizes, if the leaf has no `Fused` dim.
 
     Example:
         >>> layout = fs.plan_layout({"qk": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -50,13 +46,13 @@ class Joined(NamedTuple):
 
 
 class Section(NamedTuple):
-    """The name of a leaf of ours that is one part of a tensor which is fused there: the gate of gate and up, say.
+    """Name of a fused tensor of which the leaf is one part, such as the gate of a fused gate and up.
 
     Attributes:
-        name: of the fused tensor.
-        index: which of its parts the leaf is.
-        sizes: of all parts, along `dim`.
-        dim: of our leaf, counted from its last one: -1, -2 and so on.
+        name: Name of the fused tensor.
+        index: Index of the part.
+        sizes: Sizes of all parts along `dim`.
+        dim: Negative index of the leaf's dim.
 
     Example:
         >>> experts = fs.models.Experts(count=4, active=2, intermediate_size=16)
@@ -72,14 +68,14 @@ class Section(NamedTuple):
 
 
 Name: TypeAlias = SimpleName | Joined | Section
-"""Where a leaf is: in one tensor or one for each `{i}` and `{j}`, as the parts of it, or as a part of one."""
+"""The tensors of a leaf: one, or one per `{i}` and `{j}`; several fused tensors; or a part of one."""
 
 Names: TypeAlias = Mapping[str, Name]
-"""From our dotted path to where the leaf is."""
+"""The tensors of each leaf, by the leaf's dotted path."""
 
 
 def renumbered(name: Name, keys: tuple[int | str, ...]) -> Name:
-    """A name of a stack that is numbered from 0, for one whose rows have other numbers there."""
+    """Convert the name of a stack with rows 0, 1, 2 to one with the given row keys."""
     if isinstance(name, Joined):
         return name._replace(names=tuple(_rows(part, keys) for part in name.names))
     return name._replace(name=_rows(name.name, keys)) if isinstance(name, Section) else _rows(name, keys)
@@ -90,78 +86,45 @@ def _rows(name: SimpleName, keys: tuple[int | str, ...]) -> Rows:
 
 
 Declared: TypeAlias = tuple[int, tuple[int, ...]] | None
-"""The dim of a leaf that is made of parts, and their sizes."""
-
-
-class Piece(NamedTuple):
-    """A box of our leaf that lies in one tensor of the other side."""
-
-    name: str  # of that tensor
-    shape: tuple[int, ...]
-    box: Box  # which box of our leaf
-    dim: int  # of our leaf, along which the tensor begins elsewhere than the leaf
-    shift: int  # what an index of ours along it has to be moved by
-    lead: int  # first dims of our leaf that the tensor lacks
-    transposed: bool  # whether its last two dims are swapped
-
-    def there(self, box: Box) -> Box:
-        """Where a box of our leaf, inside of this piece, is in the tensor."""
-        moved = [(a + self.shift, b + self.shift) if d == self.dim else (a, b) for d, (a, b) in enumerate(box)]
-        inner = tuple(moved[self.lead :])
-        return (*inner[:-2], inner[-1], inner[-2]) if self.transposed else inner
-
-
-def in_tensors(box: Box, x: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[str, Box, Tensor]]:
-    """The part of each tensor in a box of a leaf: its name, the box there, and a view of the values."""
-    for piece in pieces:
-        shared = boxes.intersect(box, piece.box)
-        if shared is not None:
-            view = x[boxes.relative(shared, box)][(0,) * piece.lead]
-            yield piece.name, piece.there(shared), view.mT if piece.transposed else view
+"""The fused dim of a leaf, and the sizes of its parts."""
 
 
 def pieces_by_leaf(
     names: Names, shapes: Mapping[str, Sequence[int]], layout: Layout | None, most: int | None = None
 ) -> tuple[dict[str, list[Piece]], list[str]]:
-    """The pieces of each leaf; and one row for each name without a leaf, leaf without a name, and name that misfits."""
+    """Find the pieces of each leaf; add a row for each name without leaf, leaf without name, and name that misfits."""
     fused = {} if layout is None else {leaf.path: _declared(leaf) for leaf in layout.leaves}
-    rows = [f"{path} is no leaf of ours; its name is {name!r}" for path, name in names.items() if path not in shapes]
+    rows = [f"{path} matches no leaf; its name is {name!r}" for path, name in names.items() if path not in shapes]
     result: dict[str, list[Piece]] = {}
     for path, shape in shapes.items():
         if path not in names:
-            rows.append(f"{path} has no name there")
+            rows.append(f"{path} has no name")
             continue
         pieces = pieces_of(names[path], shape, fused.get(path))
         try:
-            # Not all of them first: a config may claim a million layers.
+            # Lazily, and one more than the files have tensors: a config may claim a million layers.
             result[path] = list(islice(pieces, None if most is None else most + 1))
             if next(pieces, None) is not None:
-                rows.append(f"{path} is more tensors than the {most:,} that are there")
+                rows.append(f"{path} has more tensors than the {most:,} of the files")
         except ValueError as error:
             rows.append(f"{path}: {error}")
     return result, rows
 
 
 def _declared(leaf: LeafLayout) -> Declared:
-    """The dim of a leaf that has a `Fused` name, and the sizes of its parts; None where no dim has."""
+    """Find the `Fused` dim of a leaf and the sizes of its parts; None if it has none or several."""
     result = [(dim, name.sizes) for dim, name in enumerate(leaf.names or ()) if isinstance(name, Fused)]
     return result[0] if len(result) == 1 else None
 
 
 def pieces_of(name: Name, shape: Sequence[int], fused: Declared = None) -> Iterator[Piece]:
-    """The pieces of a leaf, one after the other."""
+    """Yield the pieces of a leaf."""
     if isinstance(name, Joined):
         yield from _joined(name, tuple(shape), fused)
     elif isinstance(name, Section):
         yield from _section(name, tuple(shape))
     else:
-        yield from _plain(name, tuple(shape))
-
-
-def _plain(name: SimpleName, shape: tuple[int, ...]) -> Iterator[Piece]:
-    for part in parts(name, shape):
-        box = our_box(part, boxes.full(part.shape))
-        yield Piece(part.name, part.shape, box, 0, 0, len(part.lead), part.transposed)
+        yield from parts(name, shape)
 
 
 def _joined(name: Joined, shape: tuple[int, ...], fused: Declared) -> Iterator[Piece]:
@@ -169,8 +132,9 @@ def _joined(name: Joined, shape: tuple[int, ...], fused: Declared) -> Iterator[P
         size, rest = divmod(shape[name.dim], len(name.names))
         fused = (len(shape) + name.dim, (size,) * len(name.names)) if not rest else None
     if fused is None or len(fused[1]) != len(name.names):
-        said = "none" if fused is None else f"{len(fused[1])} parts"
-        raise ValueError(f"{len(name.names)} names are joined, its layout declares {said}: name a dim fs.Fused(...)")
+        declared = "none" if fused is None else f"{len(fused[1])} parts"
+        raise ValueError(f"Joined has {len(name.names)} names, and the layout {declared}: name a dim fs.Fused(...)")
+    # Each name is a tensor with the size of one part along the dim; index `start` of the leaf is index 0 there.
     dim, sizes = fused
     for number, (part, size) in enumerate(zip(name.names, sizes, strict=True)):
         start = sum(sizes[:number])
@@ -190,15 +154,15 @@ def _section(name: Section, shape: tuple[int, ...]) -> Iterator[Piece]:
 def _shifted(
     name: SimpleName, shape: tuple[int, ...], dim: int, size: int, ours: tuple[int, int], shift: int
 ) -> Iterator[Piece]:
-    """The pieces in tensors that have another size than the leaf along a dim, and begin elsewhere there."""
-    for piece in _plain(name, (*shape[:dim], size, *shape[dim + 1 :])):
+    """Yield the pieces in tensors that differ from the leaf in the size and the offset along a dim."""
+    for piece in parts(name, (*shape[:dim], size, *shape[dim + 1 :])):
         if piece.lead > dim:
-            raise ValueError(f"{name!r}: an index stands for the dim that is made of parts")
+            raise ValueError(f"{name!r}: an index replaces the dim that has several parts")
         yield piece._replace(box=(*piece.box[:dim], ours, *piece.box[dim + 1 :]), dim=dim, shift=shift)
 
 
 def untiled(pieces: Mapping[str, Sequence[Piece]]) -> list[str]:
-    """Tensors that their pieces do not tile, one row each."""
+    """List the tensors that their pieces don't tile, one row each."""
     rows: list[str] = []
     for name, result in pieces.items():
         shape = result[0].shape
@@ -207,7 +171,7 @@ def untiled(pieces: Mapping[str, Sequence[Piece]]) -> list[str]:
             rows.append(f"{name} has several shapes: {', '.join(sorted({str([*p.shape]) for p in result}))}")
         elif not boxes.is_tiling(held, shape):
             count = sum(map(boxes.volume, held))
-            rows.append(f"{name} of {math.prod(shape)} elements gets {count}, or some twice")
+            rows.append(f"{name} has {math.prod(shape)} elements; its leaves have {count}, or overlap")
     return rows
 
 
@@ -240,11 +204,11 @@ EXPERTS: dict[str, tuple[str, str, str, str]] = {
         f"{_ROUTED}down_proj.weight",
     ),
 }  # fmt: skip
-"""The names of router, gate, up and down in files of families with experts."""
+"""Names of router, gate, up and down in files of families with experts."""
 
 
 def _fused(names: dict[str, Name]) -> dict[str, Name]:
-    """The same with queries, keys and values as one leaf, their biases, and gate and up."""
+    """Join the names of queries, keys and values, of their biases, and of gate and up."""
     joined = {"wqkv": ("wq", "wk", "wv"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
     result = dict[str, Name]()
     left = dict(names)
@@ -256,12 +220,15 @@ def _fused(names: dict[str, Name]) -> dict[str, Name]:
 
 @public
 def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
-    """Where each leaf of `models.decoder(config)` is in a directory of its family.
+    """Map each leaf of `models.decoder(config)` to its tensors in a Hugging Face directory.
 
     Args:
-        config: one that `hf.config_json` can say, or a recipe that has one.
-        stacked_experts: a layer has all experts in one tensor, their gates and ups fused, as transformers has them in
-            memory; by default each expert has tensors of its own, as published files have.
+        config: `DecoderConfig` of a supported family, or a recipe.
+        stacked_experts: Whether all experts of a layer are in one tensor, with gate and up fused, as in transformers'
+            modules. By default each expert has separate tensors, as in published files.
+
+    Returns:
+        Names by dotted path, for `hf.load` and `hf.save`.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
@@ -286,7 +253,7 @@ def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
         blocks |= {"experts.router": router, "experts.gate": gate, "experts.up": up, "experts.down": Transposed(down)}
     blocks = _fused(blocks) if config.fused else blocks
     ends: dict[str, Name] = {"embed.table": "model.embed_tokens.weight", "head.norm": "model.norm.weight"}
-    # A tied model has one table on both sides, under the name of the embedding.
+    # The files of a tied model have one table, under the name of the embedding.
     if not config.tied:
         ends["head.unembed"] = "lm_head.weight"
     return {**ends, **{f"blocks.{leaf}": name for leaf, name in blocks.items()}}

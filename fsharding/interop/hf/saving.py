@@ -1,6 +1,6 @@
-"""`save`: weights in any layout as a directory that transformers loads; each rank writes its own boxes to their places.
+"""`save`: write weights in any layout as a directory for transformers; each rank writes its own boxes.
 
-Guarantee: loading what was saved gives the same bits; under the final name is everything or nothing.
+Guarantee: loading a save returns identical values; the directory gets its name only once it is complete.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from fsharding.checkpoint.directory import StrPath, new_target, partial_of, part
 from fsharding.checkpoint.state_leaves import StateLeaf, objections, own_boxes
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
-from fsharding.foreign.name_map import written_constants
+from fsharding.foreign.name_map import Piece, in_tensors, written_constants
 from fsharding.foreign.safetensors_files import INDEX, SAFETENSORS, TensorFile, index_text, tensor_files
 from fsharding.formats import Blocks
 from fsharding.interop.hf.coding import Coding, Rule
 from fsharding.interop.hf.comparison import differences, generation_of
 from fsharding.interop.hf.config_tables import GENERATION, config_json, config_of, decoder_config
-from fsharding.interop.hf.naming import Names, Piece, in_tensors, names_of, pieces_by_leaf, pieces_of, untiled
+from fsharding.interop.hf.naming import Names, names_of, pieces_by_leaf, pieces_of, untiled
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig, decoder
@@ -60,12 +60,12 @@ __all__ = ["Saved", "save", "shards_at_home", "stored_params"]
 
 @dataclass(frozen=True)
 class Saved:
-    """The files and tensors that a save has written.
+    """Result of a save.
 
     Attributes:
-        path: the directory.
-        tensors: how many tensors there are.
-        files: bytes of each safetensors file by name.
+        path: Directory.
+        tensors: Number of tensors.
+        files: Size in bytes of each safetensors file, by name.
 
     Example:
         >>> recipe = fs.models.presets.recipe("tiny-llama3")
@@ -98,36 +98,38 @@ def save(
     max_file_bytes: int = 5 << 30,
     timeout: timedelta = SAVE_TIMEOUT,
 ) -> Saved:
-    """Writes a directory for `AutoModelForCausalLM.from_pretrained`. Collective; all ranks see one file system.
+    """Save a directory for `AutoModelForCausalLM.from_pretrained`. Collective; all ranks must share the file system.
 
     Args:
-        path: the directory to be; nothing may be there yet.
-        params: the tree of `models.decoder`, or of `names`; of a state, the main parameters.
-        config: of the decoder, or a recipe that has one, or the entries of the `config.json` to be. It has to compute
-            what the layout's model computes. Of `fs.hf.config_of(path)`, token ids, `max_position_embeddings` and
-            `generation_config.json` are written again; those of a functionalized module come from its own. Only `dtype`
-            and `quantization_config` always describe the files that are written.
-        layout: of the parameters. It is needed where a leaf is assigned, by stages or parts, or `Joined`.
-        names: where each leaf goes; by default `fs.hf.names_of` for the decoder of the config. Those of a
-            functionalized module (`net.files`, `net.sources`) bring its persistent buffers along, with the values of
-            the state where its forward writes them.
-        dtype: of the floating point leaves there; by default their own. Buffers keep theirs.
-        format: of the weights of blocks there, such as `fs.formats.E4M3_128x128`: codes of float8 in the place of
-            `X.weight`, and `X.weight_scale_inv` with a float32 for each block, as DeepSeek-V3 is published; the
-            `config.json` says so. Any rectangle of e4m3 with float32 scales can be. Embeddings, head, routers, norms
-            and what the layout's `Precision.keep` names stay as `dtype` says. Codes are made of main parameters.
-        max_file_bytes: files of more than one tensor are at most this large.
-        timeout: how long ranks wait for one that writes to a slow file system, as in `fs.checkpoint.save`.
+        path: New directory.
+        params: State, whose main parameters are saved; or parameters of `models.decoder`, or a tree with `names`.
+        config: `DecoderConfig`, a recipe, or the entries of `config.json`; must compute the same as the layout's model.
+            Token ids, `max_position_embeddings` and `generation_config.json` are copied from the directory of
+            `fs.hf.config_of`, or from the functionalized module. `dtype` and `quantization_config` describe the save.
+        layout: Layout of the parameters. A state has it; otherwise needed for leaves that are `Joined` or belong to
+            pipeline stages.
+        names: Tensors of each leaf. Default: `fs.hf.names_of` for the config. `net.files` and `net.sources` of a
+            functionalized module add its persistent buffers, with the values of the state if the forward writes them.
+        dtype: Dtype of floating point leaves in the files; by default unchanged. Buffers keep theirs.
+        format: Block format of weights, such as `fs.formats.E4M3_128x128`: float8 values in `X.weight` and one float32
+            scale per block in `X.weight_scale_inv`, as in DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437). Any
+            rectangular blocks of e4m3 with float32 scales are supported. Embeddings, head, routers, norms and leaves
+            in the layout's `Precision.keep` are not quantized.
+        max_file_bytes: Maximum size of a file that has more than one tensor, in bytes.
+        timeout: Time limit for the slowest rank's write, as in `fs.checkpoint.save`.
+
+    Returns:
+        Path, number of tensors, and file sizes.
 
     Warns:
-        UserWarning: on rank 0, of tensors that are written as codes and whose sizes are not multiples of their blocks:
-            transformers dequantizes them wrongly.
+        UserWarning: on rank 0, quantized tensors with sizes that aren't multiples of their blocks, which transformers
+            dequantizes wrongly.
 
     Raises:
-        ArgumentError: a timeout that is no timedelta.
-        CheckpointError: on every rank: something is at the path, a config that is not the layout's, leaves without a
-            name, names that do not tile their tensors, a format that files cannot have, inf or NaN in what is to be
-            codes, or that the disk refuses; nothing is left at the path then.
+        ArgumentError: a timeout that isn't a timedelta.
+        CheckpointError: on every rank, an existing path, a config that differs from the layout's model, leaves without
+            names, names that don't tile their tensors, an unsupported format, inf or NaN in quantized weights, or a
+            disk error. The path doesn't exist afterward.
 
     Example:
         >>> recipe = fs.models.presets.recipe("tiny-llama3")
@@ -146,13 +148,13 @@ def save(
             job.coding.warn_of_edges()
         return job, job.digest()
 
-    # Nothing is written before all ranks have the same job: then each knows the place of every box without a message.
+    # Nothing is written until all ranks have the same job: each then computes the offset of every box by itself.
     job = agreed(plan, group=group)
     if (coding := job.coding) is not None:
         on_all(lambda: coding.measure(job.own_boxes()), group)
         coding.exchange(next((leaf.local.device for leaf in job.leaves.values()), torch.device("cpu")))
         if rows := coding.not_finite():
-            mend = "Save a state of before it happened, or without format=."
+            mend = "Save an earlier state, or omit format=."
             raise CheckpointError(message(f"cannot write {job.target} in {format}.", rows, mend))
     write_together(job.target, job.begin, job.write, lambda _: job.commit(), group)
     return Saved(job.target, len(job.tensors), {file.name: file.size for file in job.files})
@@ -161,10 +163,10 @@ def save(
 # ---------------------------------------------------------------------------------------------------------- the source
 @dataclass(frozen=True)
 class _Source:
-    """What is saved, and what is known of it."""
+    """The arguments of a save, resolved."""
 
-    target: Path  # the directory to be
-    there: list[str]  # a row if something is at its path
+    target: Path  # the new directory
+    there: list[str]  # a row if the path exists
     params: Tree
     layout: Layout | None
     buffers: Buffers
@@ -181,7 +183,7 @@ def _source(
     layout: Layout | None,
     names: Names | None,
 ) -> _Source:
-    """Take the parameters out of a state, and check that the config is the model's."""
+    """Resolve parameters, config and names, and check that the config is the model's."""
     target, there = new_target(path)
     buffers: Buffers = {}
     if isinstance(params, TrainState):
@@ -206,23 +208,22 @@ def _source(
 class _Job:
     """A save that all ranks have agreed on, and this rank's part of it."""
 
-    target: Path  # the directory to be
-    # of `config.json`, and of `generation_config.json` if there is one, by file name
-    entries: dict[str, Mapping[str, Any]]
+    target: Path  # the new directory
+    entries: dict[str, Mapping[str, Any]]  # of `config.json` and `generation_config.json`, by file name
     tensors: dict[str, LeafType]  # shape and dtype by name
-    files: list[TensorFile]  # that hold them
-    leaves: dict[str, StateLeaf]  # what this rank holds, by path
+    files: list[TensorFile]
+    leaves: dict[str, StateLeaf]  # this rank's shards, by path
     pieces: dict[str, list[Piece]]  # of each leaf
-    coding: Coding | None  # of the tensors that are written as codes, or None
+    coding: Coding | None  # of the quantized tensors, if any
 
     def digest(self) -> str:
-        """A hash of what has to be the same on all ranks."""
+        """Hash everything that must be equal on all ranks."""
         facts = str(self.target), self.entries, self.tensors, [(file.name, file.offsets) for file in self.files]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @contextlib.contextmanager
     def begin(self) -> Generator[None]:
-        """Fill a directory with files of their full size, which have their headers. On one rank."""
+        """Create the files in their full size, with headers. Runs on one rank."""
         with partial_output(self.target) as partial:
             for file in self.files:
                 with (partial / file.name).open("xb") as stream:
@@ -235,7 +236,7 @@ class _Job:
             yield
 
     def write(self) -> None:
-        """Writes the boxes of this rank, each to its place."""
+        """Write the boxes of this rank at their offsets."""
         place = {tensor: (file.name, offset) for file in self.files for tensor, offset in file.offsets.items()}
         opened: dict[str, int] = {}
         with contextlib.ExitStack() as stack:
@@ -251,20 +252,20 @@ class _Job:
                 os.fsync(handle)
 
     def own_boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """This rank's writes: the name of a tensor, a box of it, and the values."""
+        """Yield this rank's writes: a tensor's name, a box of it, and the values."""
         for path, own in own_boxes(self.leaves, range(world_size())).items():
             for box, x in own.items():
                 yield from in_tensors(box, in_memory(x), self.pieces[path])
 
     def _own_scales(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """The scales that this rank writes: one tensor in every so many."""
+        """Yield the scales that this rank writes; tensors are dealt to ranks in turn."""
         if self.coding is not None:
             for name in [*self.coding.tensors][own_rank() :: world_size()]:
                 scales = self.coding.scales(name)
                 yield name + SCALES, boxes.full(tuple(scales.shape)), scales
 
     def commit(self) -> None:
-        """Puts the directory in its place. On one rank."""
+        """Sync the files and rename the directory. Runs on one rank."""
         partial = partial_of(self.target)
         for name in os.listdir(partial):
             sync(partial / name)
@@ -272,13 +273,13 @@ class _Job:
 
 
 class _Tensors:
-    """The tensors of a directory, put together leaf by leaf; `rows` says what is wrong with them."""
+    """Collects the tensors of a directory leaf by leaf, and in `rows` the problems."""
 
     def __init__(self, dtype: torch.dtype | None, rule: Rule | None) -> None:
         self._dtype, self._rule = dtype, rule
         self.types: dict[str, LeafType] = {}
         self.pieces: dict[str, list[Piece]] = {}  # of each tensor that leaves are in
-        self.coded: dict[str, tuple[int, ...]] = {}  # shapes of those that are written as codes
+        self.coded: dict[str, tuple[int, ...]] = {}  # shapes of the quantized tensors
         self.rows: list[str] = []
 
     def add_leaf(self, path: str, leaf: StateLeaf, pieces: Sequence[Piece]) -> None:
@@ -293,11 +294,11 @@ class _Tensors:
             if piece.name == RESERVED:
                 self.rows.append(f"{path}: {RESERVED} is reserved by the safetensors format")
             if (other := self.types.setdefault(piece.name, LeafType(piece.shape, own)).dtype) != own:
-                self.rows.append(f"{path}: {piece.name} would be both {own} and {other}: give dtype=")
+                self.rows.append(f"{path}: {piece.name} would be both {own} and {other}: pass dtype=")
             self.pieces.setdefault(piece.name, []).append(piece)
 
     def add(self, name: str, info: LeafType, both: str) -> None:
-        """Add a tensor that is no leaf; `both` says what the name would be if it is one, too."""
+        """Add a tensor that isn't a leaf's; `both` describes the conflict if a leaf has the name too."""
         self.rows += [f"{name}: {both}"] if name in self.types else []
         self._check(name, info.dtype)
         self.types[name] = info
@@ -306,7 +307,7 @@ class _Tensors:
         self.rows += [] if dtype in SAFETENSORS.values() else [f"{name}: safetensors has no {dtype}"]
 
     def describe(self, entries: Mapping[str, Any], coding: Coding | None) -> dict[str, Any]:
-        """The entries of a `config.json`, with those that say in which dtypes and formats the files are."""
+        """Add the entries for the dtype and the quantization of the files to those of `config.json`."""
         result = {key: value for key, value in entries.items() if key not in ("torch_dtype", CONFIG_KEY)}
         plain = [name for name in self.pieces if name not in self.coded]
         dtypes = {str(self.types[name].dtype).removeprefix("torch.") for name in plain}
@@ -318,11 +319,12 @@ class _Tensors:
 
 
 def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max_file_bytes: int) -> _Job:
-    """Check everything, and find what this rank writes."""
+    """Check everything, and plan this rank's writes."""
     if format is not None and (why := why_not(format)):
-        mend = "Give e4m3 in rectangles with float32 scales, such as format=fs.formats.E4M3_128x128"
-        rule = f"got a format that {why}, which files do not have."
-        raise CheckpointError(message(rule, mend=f"{mend}, or none and dtype=."))
+        mend = "Pass rectangular blocks of e4m3 with float32 scales, such as format=fs.formats.E4M3_128x128"
+        rule = f"got a format that {why}, which these files do not support."
+        raise CheckpointError(message(rule, mend=f"{mend}, or only dtype=."))
+    # Collect rows from all checks, so that one error lists every problem; nothing has been written yet.
     target, layout = source.target, source.layout
     rows = [*source.there]
     homes = {} if layout is None else {leaf.path: leaf for leaf in layout.leaves}
@@ -337,16 +339,16 @@ def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max
         tensors.add_leaf(path, leaves[path], own)
     constants, missing = written_constants(source.names, source.buffers)
     for name, buffer in constants.items():
-        tensors.add(name, LeafType(tuple(buffer.shape), buffer.dtype), "a leaf and a buffer of the module")
+        tensors.add(name, LeafType(tuple(buffer.shape), buffer.dtype), "both a leaf and a buffer of the module")
         leaves[name] = StateLeaf(tuple(buffer.shape), None, buffer)
         pieces[name] = list(pieces_of(name, buffer.shape))
-    # After all leaves: a tensor of codes may have pieces in several of them, and has one tensor of scales.
+    # After all leaves: a quantized tensor may have pieces in several leaves, and has one tensor of scales.
     coding = None if rule is None else Coding(rule.format, tensors.coded)
     for name, info in ({} if coding is None else coding.infos()).items():
-        tensors.add(name, info, "a leaf, and the scales of another")
-    rows += [*misfits, *tensors.rows, *(f"{row}: give the whole state" for row in missing), *untiled(tensors.pieces)]
+        tensors.add(name, info, "both a leaf and the scales of a different one")
+    rows += [*misfits, *tensors.rows, *(f"{row}: pass the full state" for row in missing), *untiled(tensors.pieces)]
     if rows:
-        mend = "Give the tree of models.decoder(config), or say where its leaves go: names={ours: theirs}."
+        mend = "Pass the tree of models.decoder(config), or the tensors of each leaf: names={ours: theirs}."
         raise CheckpointError(message(f"cannot write {target}.", rows, mend))
     types = {name: tensors.types[name] for name in sorted(tensors.types, key=_natural)}
     written: dict[str, Mapping[str, Any]] = {"config.json": tensors.describe(source.entries, coding)}
@@ -355,7 +357,7 @@ def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max
 
 
 def stored_params(state: TrainState) -> Tree:
-    """The main parameters of a state, and frozen ones."""
+    """Take the main parameters of a state, and its frozen parameters."""
     check_state(state)
     flat = tree.flatten_up_to(state.layout.structure, main_of(state))
     params = tree.leaves(state.params)
@@ -363,13 +365,13 @@ def stored_params(state: TrainState) -> Tree:
 
 
 def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) -> StateLeaf:
-    """This rank's part of a leaf; a leaf that cannot be saved is added to the rows."""
+    """Take this rank's part of a leaf; add a row if it can't be saved."""
     if not isinstance(x, DTensor):
         return StateLeaf(tuple(x.shape), None, x.detach())
     leaf = StateLeaf(tuple(x.shape), sharding_of(x), local_of(x))
     if hides_owners(x):
         if home is None:
-            rows.append(f"{path} is assigned, by stages or parts: give its layout")
+            rows.append(f"{path} is assigned to stages or parts: pass layout=")
             return leaf
         sharding = home.home if _is_in(x, home.home, home.shape) else home.params
         leaf = StateLeaf(home.shape, sharding, leaf.local)
@@ -378,14 +380,14 @@ def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) 
 
 
 def _is_in(x: DTensor, sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether an assigned DTensor is in a sharding: on the slice of the mesh that owns it, it is cut as any other."""
+    """Whether an assigned DTensor has a sharding; it is compared on the slice of the mesh that owns the leaf."""
     result = sharding_of(x)
     alike = all(result.axes(dim) == sharding.axes(dim) for dim in range(x.ndim))
     return alike and sharding.shape_at_rest(shape) == tuple(x.shape)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Orders names as people do: layer 2 before layer 10."""
+    """Sort key with numbers by value: layer 2 comes before layer 10."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -393,7 +395,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 def _write_box(
     handle: int, start: int, tensor: LeafType, box: Box, x: Tensor, values: Callable[[Box, Tensor], Tensor] | None
 ) -> None:
-    """Writes a box of a tensor to its places in a file, a window at a time."""
+    """Write a box of a tensor to its ranges of a file, a window at a time."""
     size = tensor.dtype.itemsize
     strides = boxes.contiguous_strides(tensor.shape)
     for piece in pieces(box, size if values is None else torch.float32.itemsize):
@@ -401,6 +403,7 @@ def _write_box(
         window = window if values is None else values(piece, window)
         flat = window.to("cpu", tensor.dtype).contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().data
+        # The box is a set of stretches of the tensor: iterate over the outer dims, and write a stretch for each index.
         sizes = boxes.shape_of(piece)
         outer = _outer_dims(sizes, tensor.shape)
         length = math.prod(sizes[outer:]) * size
@@ -411,7 +414,7 @@ def _write_box(
 
 
 def _outer_dims(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """How many first dims have to be walked index by index until the rest is one stretch of the tensor."""
+    """Count the leading dims to iterate over, so that the rest of the box is contiguous in the tensor."""
     inner = len(shape)
     while inner and sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -419,7 +422,7 @@ def _outer_dims(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 def _put(handle: int, data: memoryview, at: int) -> None:
-    while data:
+    while data:  # the kernel may write less than asked
         done = os.pwrite(handle, data, at)
         data = data[done:]
         at = at + done

@@ -1,4 +1,4 @@
-"""A deep copy of a module in which functions, too, refer to the copy.
+"""Deep-copy a module, including the functions stored on it, so that they refer to the copy.
 
 Guarantee: a function stored on the copy reads no tensor of the original.
 """
@@ -27,12 +27,13 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module and rebind the functions stored on it."""
     try:
         own = (x for part in module.modules() for x in (*vars(part)["_buffers"].values(), *vars(part).values()))
-        # Torch cannot deep-copy tensors without values.
+        # Deep copies of fake tensors fail in torch.
         memo |= {id(x): x.detach().clone() for x in own if isinstance(x, Tensor) and _compat.is_fake(x)}
+        # Afterward the memo maps the id of every copied object to its copy; `_Rebinding` uses it.
         with _compat.with_values():
             copied = copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:
-        mend = "Detach tensors that the module keeps between calls, and take out what else cannot be copied."
+        mend = "Detach tensors that the module keeps between calls, and remove attributes that cannot be copied."
         rows = [str(error).split(".  ")[0]]
         raise ConfigError(message(f"cannot copy {type(module).__name__}.", rows, mend)) from error
     rebinding = _Rebinding(memo)
@@ -47,7 +48,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             rows += [f"{joined(path, key)} is a function that reads {name!r}, a global" for name in rebinding.globals]
     if rows:
         rule = f"cannot copy {type(module).__name__}: functions on it read its layers from globals."
-        mend = "Make each a method of its layer: layer.forward = types.MethodType(forward, layer), which gets self."
+        mend = "Make each a method of its layer, with argument self: layer.forward = types.MethodType(forward, layer)."
         raise ConfigError(message(rule, rows, mend))
     return copied
 
@@ -55,7 +56,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 class _Rebinding:
     """Maps values that refer to a module to equal values that refer to its copy."""
 
-    # `globals`: names of globals through which the functions seen so far read the original.
+    # `globals`: names of the globals through which functions read the original; it can't be rebound.
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
@@ -84,7 +85,7 @@ class _Rebinding:
         return x
 
     def _function(self, x: types.FunctionType) -> Any:
-        """A function whose closure and defaults refer to the copy; `x` itself if they do not refer to the original."""
+        """Rebind the closure and defaults of a function to the copy; return `x` itself if nothing changes."""
         if id(x) in self._done:
             return self._done[id(x)]
         names = _global_names(x.__code__)
@@ -118,11 +119,11 @@ def _same(old: Iterable[Any], new: Iterable[Any]) -> bool:
 def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell
-    except ValueError:  # a name that is bound later
+    except ValueError:  # an empty cell, whose name is bound later
         return False
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-    """The globals that a function and the functions inside it read."""
+    """Collect the globals that a function and its inner functions read."""
     names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return names.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))

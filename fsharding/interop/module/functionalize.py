@@ -1,4 +1,4 @@
-"""Bring your own module: `functionalize` makes a pure function of its parameters out of an nn.Module.
+"""`functionalize`: convert an nn.Module to a pure function of its parameters.
 
 Guarantee: outputs and gradients match the module on one process.
 """
@@ -32,30 +32,24 @@ __all__ = ["ModuleOptions", "PureModule", "functionalize", "made"]
 
 
 class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with other arguments"):
-    """A module as a function of its parameters. It holds no parameters; `init` reads them from the module it is of.
+    """A module as a function of its parameters. It stores none; `init` reads them from the original module.
 
     Attributes:
-        anatomy: leaves and units, printable.
-        names: tree of tuples of dim names, for `plan_layout`.
-        frozen: paths of leaves whose parameters do not require gradients; `plan_layout` freezes them.
-        roles: of its layers over `tp`, by path, and which layers cannot have theirs.
-        sources: what the leaves are called in a state dict of the module, for `fs.foreign.load_weights` and `export`:
-            `layers.up.weight` is `layers.{i}.up.weight`, or `Rows` where blocks have other numbers than 0, 1, 2.
-        files: what they are called in files of Hugging Face, for `hf.load` and `hf.save`: the same, but for families
-            whose experts are apart there. Both carry the module's persistent buffers, which are constants: who writes
-            by these names writes them, too, and who reads refuses files that have other ones.
-        config: the config of the module, with which `hf.load` and `hf.save` compare a `config.json`; None without one.
+        anatomy: Leaves and units; printable.
+        names: Tree of tuples of dim names, for `plan_layout`.
+        frozen: Paths of leaves that don't require gradients; `plan_layout` freezes them.
+        roles: Roles of layers over `tp` by path, and the reasons why some layers can't have theirs.
+        sources: State-dict name of each leaf, for `fs.foreign.load_weights` and `fs.checkpoint.export`:
+            `layers.{i}.up.weight` for `layers.up.weight`, or `Rows` if the blocks aren't numbered 0, 1, 2. Includes the
+            persistent buffers: exports write them, and loads refuse a file whose values differ.
+        files: The same for Hugging Face files, for `hf.load` and `hf.save`. Differs from `sources` in families that
+            store experts separately.
+        config: The module's config, which `hf.load` and `hf.save` compare with `config.json`; None if it has none.
 
     Example:
-        >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-        >>> net = fs.functionalize(module, units=["0", "2"])
-        >>> layout = fs.plan_layout(net, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
-        >>> state = fs.init_state(net, fs.adamw(1e-3), fs.random.key(0), layout)
-        >>> def loss(params, x):
-        ...     return net(params, x).sum()
-        >>> value, grads = fs.value_and_grad(loss)(state.params, torch.ones(1, 3))
-        >>> value.shape
-        torch.Size([])
+        >>> net = fs.functionalize(torch.nn.Linear(3, 2), ())
+        >>> sorted(net.sources)
+        ['bias', 'weight']
     """
 
     anatomy: Anatomy
@@ -67,7 +61,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
     config: ModuleConfig | None
 
     def __init__(self, plan: ModulePlan) -> None:
-        """Made by `functionalize`."""
+        """Open the engine of a plan; `functionalize` calls this."""
         anatomy = plan.anatomy
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
@@ -77,7 +71,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         buffers, of_state = self._engine.persistent()
         own = buffers, _aliases(plan.module), of_state
         files = {} if plan.family is None else plan.family.files
-        # Blocks have the numbers there that they have in the module.
+        # A family's table numbers blocks 0, 1, 2; files number them as the module does.
         numbered = {
             path: renumbered(files[path], name.keys) if isinstance(name, Rows) else files[path]
             for path, name in sources.items()
@@ -95,23 +89,29 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
 
     @public
     def init(self, key: Tensor) -> Tree:
-        """First values for `init_state`: the module's own; parameters on the meta device are drawn.
+        """Return the initial parameters, for `init_state`: the module's values, or `reset`'s on the meta device.
 
-        Each rank takes its own slices. A parameter on the meta device is drawn whole, with all others of its submodule,
-        and then cut; so the memory on top of the state is one submodule. After `init_state` the module may be moved to
-        the meta device, which lets its memory go.
+        Each rank stores only its slices. Meta parameters are initialized one submodule at a time, unsharded, so the
+        peak memory beyond the state is one submodule. To free the original after `init_state`, move it to the meta
+        device.
 
         Args:
-            key: of what is drawn (int64[2]).
+            key: Random key of the initialization (int64[2]).
+
+        Returns:
+            A tree of lazy leaves.
 
         Raises:
-            ConfigError: the module was changed since it was functionalized; or, when values are taken, parameters on
-                the meta device that nothing draws; all are listed.
+            ConfigError: the module was changed since it was functionalized; or, once values are computed, meta
+                parameters that no `reset` fills.
         """
         return nested(self._engine.first_values(key))
 
     def init_buffers(self) -> dict[str, Tensor]:
-        """First values of the buffers that the forward writes, as the module has them; `init_state` takes them.
+        """Copy the module's values of the buffers that the forward writes; `init_state` calls this.
+
+        Returns:
+            A tensor for each buffer name.
 
         Example:
             >>> net = fs.functionalize(torch.nn.BatchNorm1d(2), ())
@@ -122,9 +122,12 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         return {name: _compat.copied(own[name]).detach() for name in self._engine.plan.written}
 
     def constants(self) -> dict[str, Tensor]:
-        """The buffers and other tensors of the module that are no parameters and stay as they are, by name.
+        """Return the module's constants: its tensors that are neither parameters nor written by the forward.
 
-        `init_state` and every collective call compare them between ranks, since no rank sends its own to another.
+        They must be equal on all ranks, which `init_state` and every collective call check.
+
+        Returns:
+            A tensor for each name.
 
         Example:
             >>> net = fs.functionalize(torch.nn.BatchNorm1d(4).eval(), ())
@@ -134,12 +137,18 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         return self._engine.constants()
 
     def check(self, mesh: Mesh, rules: AxisRules) -> None:
-        """Raises where the module cannot be cut over the mesh; `plan_layout` calls it.
+        """Check that the module can be sharded over a mesh; `plan_layout` calls this.
+
+        A module with `dummy_inputs`, such as a Hugging Face model, is run on the meta device with the shapes of one
+        `tp` rank.
+
+        Args:
+            mesh: Mesh of the layout.
+            rules: Mesh axes by dim name.
 
         Raises:
-            ConfigError: the module was changed since it was functionalized, or a model axis over which some layer does
-                not compute; all are listed. A module with `dummy_inputs`, as models of Hugging Face have them, is tried
-                with the shapes that `tp` leaves a rank. Experts over `ep`: the module's forward takes all of them.
+            ConfigError: the module was changed since it was functionalized, layers that can't be sharded over a model
+                axis, or experts over `ep` (the forward computes all experts on every rank).
         """
         self._engine.original.check()
         self._engine.plan.check(mesh, rules)
@@ -154,25 +163,26 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         buffers: Mapping[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Calls the module with these parameters; on a rank, with its part of the batch.
+        """Run the forward with the given parameters, on this rank's part of the batch.
+
+        `fs.evaluate` and `fs.models.generate` run the module in eval mode.
 
         Args:
-            params: `Local` nodes, as a loss function gets them, DTensors at rest, or whole plain tensors.
-            random_key: of what the forward draws, such as dropout masks (int64[2]). The same key gives the same masks
-                on one mesh, under every strategy and policy. Ranks along data axes draw masks of their own, and so do
-                ranks of `tp` between a column and its row, so another mesh gives other ones.
-            buffers: values of buffers of the module, by name: those that its forward writes, and any others. They stay
-                as they are.
-
-        Under `fs.evaluate` and `fs.models.generate` the module runs in eval mode.
+            params: `Local` nodes (as inside a loss function), DTensors at rest, or unsharded tensors.
+            *args: Positional inputs of the forward.
+            random_key: Key of random operations in the forward, such as dropout (int64[2]). On one mesh the masks
+                depend on the key alone, not on the strategy or policy; they differ between meshes, because data ranks
+                and, from a column to its row, `tp` ranks draw different masks.
+            buffers: Buffer values by name: all buffers that the forward writes, and any others. Not modified.
+            **kwargs: Keyword inputs of the forward.
 
         Returns:
-            What the forward returns; with `buffers` a pair of that and the new buffers, without history.
+            The output of the forward; with `buffers`, a pair of the output and the new buffers, detached.
 
         Raises:
-            TransformError: the forward writes buffers that are not given, changes other tensors of the module, draws
-                without a key, or uses weights of a unit outside of it; all are listed.
-            TreeError: the parameters are another module's.
+            TransformError: the forward writes buffers that weren't passed, changes other tensors of the module, uses
+                random numbers without a key, or uses weights of a unit outside the unit.
+            TreeError: parameters of a different module.
         """
         run = Run(self._engine, self._leaves(params), random_key, buffers)
         result = run.forward(args, kwargs)
@@ -180,23 +190,23 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
 
     @property
     def running(self) -> nn.Module:
-        """The copy of the module that is called, whose parameters are put in for each call."""
+        """The module's copy that runs; each call substitutes its parameters."""
         return self._engine.module
 
     @public
     def state_dict(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The parameters and persistent buffers under the names of the module, for its `load_state_dict`.
+        """Convert parameters to a state dict for the module's `load_state_dict`.
 
         Args:
-            params: whole plain tensors, as `fs.unshard` gives them.
-            buffers: `state.buffers`, for a module whose forward writes some.
+            params: Unsharded tensors, as `fs.unshard` returns them.
+            buffers: `state.buffers`, if the forward writes buffers.
 
         Returns:
-            Every name of every parameter, also those of a module that stands in several places; blocks as views of
-            their stacks; and the buffers that a state dict of the module has.
+            Parameters and persistent buffers by name. A shared parameter is under all of its names; blocks are views of
+            their stacks.
 
         Raises:
-            ConfigError: the forward writes buffers that are not given; all are listed.
+            ConfigError: the forward writes buffers that weren't passed.
         """
         leaves = self._leaves(params)
         weights = (weight for unit in self.anatomy.units for weight in unit.weights)
@@ -207,16 +217,17 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         }
         constants, missing = written_constants(self.sources, buffers or {})
         if missing:
-            mend = "Give the state's: net.state_dict(params, state.buffers)."
+            mend = "Pass the state's buffers: net.state_dict(params, state.buffers)."
             raise ConfigError(message("needs the buffers that the forward writes.", missing, mend))
         return named | constants
 
     def _leaves(self, params: Tree) -> list[Any]:
-        """The values at the leaves, in the order of the anatomy."""
+        """List the leaves in the order of the anatomy."""
         result: list[Any] = [None] * len(self._order)
+        # A tree without a single known path is a swapped argument; one that differs in a few fails in `flatten_up_to`.
         if {*tree.paths(params)}.isdisjoint(leaf.path for leaf in self.anatomy.leaves):
-            mend = "Give the parameters first, as the loss function gets them: net(params, x)."
-            raise refuse("parameters, then what the module takes", params, mend)
+            mend = "Pass the parameters first, then the module's inputs: net(params, x)."
+            raise refuse("parameters, then the module's inputs", params, mend)
         for number, leaf in zip(self._order, tree.flatten_up_to(self._structure, params), strict=True):
             result[number] = leaf
         return result
@@ -226,7 +237,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
 
 
 def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Every name of a parameter that has several, by each of them."""
+    """Map each name of a parameter that has several to all of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -248,47 +259,43 @@ def functionalize(
     cast_inputs: bool = True,
     buffers: str | Sequence[str] = (),
 ) -> PureModule:
-    """Makes a pure function of its parameters out of a module, which is not changed.
+    """Convert an `nn.Module` to a pure function of its parameters; the module isn't changed.
+
+    The function runs a copy, so change modes, flags, attributes and buffers of the module first. Python state of the
+    forward, such as a counter, stays in the copy and isn't checked. `nn.SyncBatchNorm` uses statistics of all data
+    ranks.
 
     Args:
-        module: with real tensors, or on the meta device. Whether it is in train mode is taken over, but for
-            `fs.evaluate`, which runs it in eval mode. Its tensors besides parameters are constants, but for buffers
-            that its forward writes; a forward that changes another one is refused. State that it keeps in Python, such
-            as a counter or a list, is not watched, and belongs to this copy: change modes, flags, attributes and
-            buffers before this call. Layers of `nn.SyncBatchNorm` take the statistics of all data ranks.
-        units: paths of the modules that are gathered when they are called, and let go after it. In `"layers.*"` the
-            star stands for one part of a path, and the blocks that it finds are stacked: one leaf `[L, ...]` for each
-            parameter. `("embed", "layers.*", ("norm", "head"))` has a unit of one module, a stack, and two modules
-            that are gathered together. A module belongs to the first pattern that fits it. A leaf in no unit is
-            gathered first and stays until the end. Units are sent for in the order in which the module defines them.
-            By default the tables of `fsharding.interop.module.hf_tables`, for models of Hugging Face that stand there.
-        names: dim names of leaves by pattern of the path, without that of a stack's first dim:
-            `{"*.up.weight": ("mlp", "embed"), "*": None}`. By default the family's, or none; a leaf without
-            names is cut along its first dim.
-        roles: of layers over `tp`, by pattern of the path; see `fsharding.interop.module.tensor_parallel`. By default
-            those of the family. Only plain layers can have one: a layer with a forward of its own, or with hooks,
-            computes with full weights, so `tp` cannot cut it.
-        reset: fills the parameters and buffers of a submodule that are on the meta device, in place; it gets one
-            submodule at a time, without its children. By default its own `reset_parameters`, or the family's.
-        policy: what blocks of stacks keep for backward.
-        cast_inputs: cast floating inputs of the module and of its units to the compute dtype of the precision, as
-            `cast_forward_inputs` of FSDP2's `MixedPrecisionPolicy` does. False leaves inputs as they are, for modules
-            that cast by themselves, such as one that embeds float32 times.
-        buffers: names of buffers that the forward writes, with `*` for any part: `"*.codebook"`. Those of torch's norms
-            with running statistics and of its spectral norm are found without them. They are `state.buffers`, and each
-            call takes and returns them.
+        module: Module with real or meta tensors, in train or eval mode. Its tensors other than parameters are
+            constants, except the buffers that the forward writes.
+        units: Paths of the modules to gather when they are called and free afterward. `*` matches one part of a path:
+            `"layers.*"` stacks the blocks, with one leaf `[L, ...]` per parameter. In
+            `("embed", "layers.*", ("norm", "head"))`, `norm` and `head` are gathered together. The first pattern that
+            matches a module counts. Parameters in no unit are gathered first and kept until the end. Units are
+            prefetched in the order of their definition. Default: the table for the module's Hugging Face family.
+        names: Dim names by pattern of a leaf's path, without the first dim of a stack:
+            `{"*.up.weight": ("mlp", "embed"), "*": None}`. Default: the family's, or None, which shards the first dim.
+        roles: Roles of layers over `tp` by pattern of their path: "column", "row", "vocab", "logits" or "inside".
+            Default: the family's. Layers with a custom forward or with hooks can't have one and use full weights.
+        reset: Function that fills the meta parameters and buffers of one submodule in place, without its children.
+            Default: the family's, or the submodule's `reset_parameters`.
+        policy: Remat policy of stacked blocks.
+        cast_inputs: Whether to cast floating inputs of the module and its units to the compute dtype, as
+            `cast_forward_inputs` of FSDP2 does. Pass False if the module casts by itself.
+        buffers: Names or patterns of buffers that the forward writes, such as `"*.codebook"`; they become
+            `state.buffers`. Running statistics of torch's norms and vectors of its spectral norm are always included.
 
     Returns:
-        A function `net(params, *inputs)` that is a model for `plan_layout` and `init_state`.
+        A function `net(params, *inputs)`, which is also a model for `plan_layout` and `init_state`.
 
     Raises:
-        ArgumentError: `units` is neither text nor a list or tuple.
-        ConfigError: no module, parameters that are tensor subclasses or share memory, patterns that find no units,
-            roles for layers that are not there or cannot have them, buffers on the meta device, names that match no
-            buffer, a policy that is none; or problems of several kinds.
-        TreeError: blocks of one stack that are not alike.
-        LayoutError: leaves that `names` misses, or names for leaves that are not there.
-        TransformError: modules in train mode that checkpoint their own layers; all are listed.
+        ArgumentError: `units` that are neither a path nor a list or tuple of paths.
+        ConfigError: an argument that isn't a module, parameters that are tensor subclasses or share memory, patterns
+            that match no unit, layer or buffer, roles that a layer can't have, meta buffers, an unknown policy, or
+            several kinds of problems.
+        TreeError: blocks of one stack that differ.
+        LayoutError: leaves without an entry in `names`, or entries that match no leaf.
+        TransformError: modules in train mode that use activation checkpointing themselves.
 
     Example:
         >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
@@ -305,12 +312,12 @@ def functionalize(
 
 
 def made(kind: type[P], module: nn.Module, units: UnitPatterns | None, options: ModuleOptions) -> P:
-    """`functionalize`, whose result is of a class that adds to `PureModule`."""
+    """Run `functionalize` for a subclass of `PureModule`."""
     check_module(module)
     check_units(units)
     check_policy(options.policy)
     if units is None and family_of(module) is None:
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]
-        mend = "Say which modules are gathered together, such as units='layers.*'."
-        raise ConfigError(message(f"does not know the units of {type(module).__name__}.", children, mend))
+        mend = "Pass the paths of modules to gather together, such as units='layers.*'."
+        raise ConfigError(message(f"has no default units for {type(module).__name__}.", children, mend))
     return kind(plan_of(module, units, options))

@@ -1,4 +1,4 @@
-"""Tables of model families as Hugging Face writes them: units, names of dims, roles of layers, and their parts.
+"""Tables of Hugging Face model families: units, dim names, roles of layers, and parts.
 
 Guarantee: every parameter of the family's causal language model has names.
 """
@@ -23,14 +23,14 @@ __all__ = ["FAMILIES", "Family", "Parts", "family_of"]
 
 
 class Parts(NamedTuple):
-    """How the parts of a module are put together, as its forward does; see `fs.model_from_module`.
+    """Functions that together compute a module's forward and loss, for `fs.model_from_module`.
 
     Attributes:
-        embed: `embed(module, batch) -> x`; x is any tree of tensors.
-        block: `block(module, layer, x) -> x`.
-        head: `head(module, x, batch) -> (sum of losses, number of tokens)`.
-        cp: they compute over `cp` too, where a rank has an early and a late chunk of each sequence: positions come from
-            `ops.positions`, and tokens meet in `F.scaled_dot_product_attention` alone, which `ops.attention` then does.
+        embed: Function `embed(module, batch) -> x`; x is any tree of tensors.
+        block: Function `block(module, layer, x) -> x`.
+        head: Function `head(module, x, batch) -> (sum of losses, token count)`.
+        cp: Whether the functions accept shards of sequences over `cp`: they must take positions from `ops.positions`,
+            and mix tokens only in `F.scaled_dot_product_attention`, which is replaced by `ops.attention`.
 
     Example:
         >>> fs.hf.families.FAMILIES["llama"].parts.cp
@@ -45,17 +45,17 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """What `fs.functionalize` has to know of a module, other than the module.
+    """Default arguments of `fs.functionalize` and `fs.model_from_module` for a family of modules.
 
     Attributes:
-        units: as in `fs.functionalize`.
-        names: as in `fs.functionalize`.
-        roles: as in `fs.functionalize`.
-        heads: attributes of the config that `tp` has to divide.
-        parts: of `fs.model_from_module`, for causal attention over whole rows by torch's kernel.
-        files: leaves that published files, and those of `save_pretrained`, have in other tensors than the module.
-        reset: method of the module that gives a submodule its first values. Its work for the whole model alone,
-            such as the narrower output projections of a new GPT-2, does not happen on the meta device.
+        units: Units, as in `fs.functionalize`.
+        names: Dim names, as in `fs.functionalize`.
+        roles: Roles over `tp`, as in `fs.functionalize`.
+        heads: Attributes of the config that must be multiples of `tp`.
+        parts: Parts for `fs.model_from_module`, with full causal attention by torch's kernel; None if unsupported.
+        files: Names of leaves that published files store in different tensors than the module.
+        reset: Name of the module's method that initializes one submodule. Initialization of the model as a whole, such
+            as GPT-2's scaled output projections, isn't done for meta parameters.
 
     Example:
         >>> fs.hf.families.FAMILIES["llama"].units
@@ -71,12 +71,12 @@ class Family:
     reset: str | None = "_init_weights"
 
     def heads_of(self, module: nn.Module) -> Mapping[str, int]:
-        """The numbers that `tp` has to divide, by name."""
+        """Return the numbers that must be multiples of `tp`, by name."""
         config = getattr(module, "config", None)
         return {name: int(getattr(config, name)) for name in self.heads}
 
     def objections(self, module: nn.Module) -> list[str]:
-        """Why the parts do not compute what the module's forward does; one row each."""
+        """List why the parts would compute something different from the module's forward, one row each."""
         config: Any = getattr(module, "config", None)
         kind = getattr(config, "_attn_implementation", None)
         kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
@@ -86,7 +86,7 @@ class Family:
         rows += [f"sliding_window is {config.sliding_window}"] if sliding else []
         by_layer = "scale_attn_by_inverse_layer_idx"
         if getattr(config, by_layer, False):
-            rows.append(f"{by_layer} is True: every layer scales its attention by another number")
+            rows.append(f"{by_layer} is True: every layer scales its attention by a different number")
         return rows
 
 
@@ -96,7 +96,7 @@ def _loss(logits: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
 
 
 def _positions(x: Tensor) -> Tensor:
-    """The positions of this rank's tokens, which are dim 1: int64[T]."""
+    """Return the positions of this rank's tokens, dim 1 of x: int64[T]."""
     return ops.positions(x.shape[1] * axis_size("cp"), device=x.device)
 
 
@@ -113,12 +113,12 @@ def _gpt2_embed(module: Any, batch: Tree) -> Tensor:
 
 
 def _linear(path: str, out: DimName, inner: DimName) -> dict[str, tuple[DimName, ...]]:
-    """The dim names of the weight of an `nn.Linear`, and of the bias that it may have."""
+    """Name the dims of the weight and the optional bias of an `nn.Linear`."""
     return {f"{path}.weight": (out, inner), f"{path}.bias": (out,)}
 
 
 def _expert_files(kind: str) -> dict[str, Name]:
-    """The names of experts, which are one tensor in a module, in files that have one tensor for each."""
+    """Name the tensors of experts, which are stacked in the module and separate in files."""
     router, gate, up, down = EXPERTS[kind]
     leaf = "model.layers.mlp.experts."
     both = Joined((gate, up), dim=-2)
@@ -160,14 +160,15 @@ _LLAMA = Family(
     ),
 )
 
-# Its embedding, which is the head too, has a forward of its own that scales, so no role can take its place over tp.
+# The embedding, which is also the head, has a custom forward that scales, so it can't have a role over tp.
 _GEMMA = replace(
     _LLAMA,
     names={**_LLAMA.names, **{f"{name}.weight": (None, "embed") for name in _VOCAB}},
     roles={name: role for name, role in _LLAMA.roles.items() if name not in _VOCAB},
 )
 
-# Queries, keys and values are one layer, as are gate and up. No role splits these over tp, so tp computes them whole.
+# Queries, keys and values are one layer, and so are gate and up. No role splits a fused layer, so every rank of tp
+# computes it in full.
 _PHI3 = replace(
     _LLAMA,
     names={
@@ -247,14 +248,20 @@ FAMILIES: Mapping[str, Family] = {
     "phi": _PHI,
     "phi3": _PHI3,
 }
-"""By `config.model_type`."""
+"""Families by `config.model_type`."""
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """The family of a module, by the `model_type` of its config.
+    """Look up the family of a module by the `model_type` of its config.
+
+    Args:
+        module: Module, usually from transformers.
+
+    Returns:
+        The family; None if the module has no config or an unknown `model_type`.
 
     Example:
-        >>> fs.hf.families.family_of(torch.nn.Linear(2, 2)) is None  # of no family that is known
+        >>> fs.hf.families.family_of(torch.nn.Linear(2, 2)) is None
         True
     """
     return FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))

@@ -1,6 +1,6 @@
-"""First values of the parameters of a module, leaf by leaf and lazily: those that it has, or those that it would draw.
+"""Initial values of a module's parameters, as lazy leaves: the module's own, or new ones for meta parameters.
 
-Guarantee: the values of a leaf do not depend on the slice that is asked for, so every layout gets the same bits.
+Guarantee: the values of a leaf don't depend on the slice that is computed, so every layout gets the same values.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = [
 ]  # fmt: skip
 
 Reset: TypeAlias = Callable[[nn.Module], object]
-"""Gives the tensors that a submodule itself has (not its children) their first values, in place."""
+"""Initializes the tensors of a submodule, without its children, in place."""
 
 
 def seed_of(key: Tensor) -> int:
-    """A seed for torch's generators from a key; 0 for one without a value, as under `FakeTensorMode`."""
+    """Convert a key to a seed for torch's generators; 0 under `FakeTensorMode`, where keys have no values."""
     high, low = (0, 0) if _compat.is_fake(key) else key.tolist()
     return (high << 32) | low
 
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device | str = "cpu") -> Generator[None]:
-    """Torch's generators of the CPU and of a device begin at a seed inside, and go on as before after it."""
+    """Seed torch's generators of the CPU and of a device in this block, and restore them after it."""
     if seed is None or _compat.makes_fakes():
         yield
         return
@@ -51,21 +51,21 @@ def seeded(seed: int | None, device: torch.device | str = "cpu") -> Generator[No
 
 
 def reseed(seed: int, device: torch.device) -> None:
-    """Torch's generators of the CPU and of a device begin at a seed."""
+    """Seed torch's generators of the CPU and of a device."""
     torch.default_generator.manual_seed(seed)
     if devices.is_here(device.type):
         torch.get_device_module(device).manual_seed(seed)
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of a device's generator, which tells whether something has been drawn."""
+    """Return the state of a device's generator; it changes with every random operation."""
     module = torch.get_device_module(device) if devices.is_here(device.type) else None
     return torch.get_rng_state() if module is None else module.get_rng_state(device)
 
 
 def generator_bytes(device: torch.device) -> bytes | None:
     """Return the state of a device's generator for comparison, without an operation that a dispatch mode could see."""
-    # It is None during the capture of a graph, which forbids to ask, and under `FakeTensorMode`, which draws nothing.
+    # None while a graph is captured, which forbids reading the state, and under `FakeTensorMode`, which never draws.
     if _compat.makes_fakes() or devices.is_capturing(device):
         return None
     with _functorch.outside_transforms():
@@ -73,7 +73,7 @@ def generator_bytes(device: torch.device) -> bytes | None:
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
-    """The generator of a device goes on from a state that it had."""
+    """Restore the state of a device's generator."""
     if devices.is_here(device.type):
         torch.get_device_module(device).set_rng_state(state, device)
     else:
@@ -82,22 +82,21 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class LazyLeaf:
-    """One leaf: values are computed for whatever slice is asked."""
+    """One leaf; indexing it computes the values of a slice."""
 
-    shape: tuple[int, ...]  # with the rows first, where it is stacked
-    dtype: torch.dtype  # element type
-    parts: tuple[Callable[[], Tensor], ...]  # make the value of each row of a stack, else of the whole
-    stacked: bool  # whether the first dim are rows
-    # for each part the text of what it is drawn from; None for a value that the module has
-    drawn: tuple[str | None, ...]
+    shape: tuple[int, ...]  # the first dim of a stacked leaf counts the rows
+    dtype: torch.dtype
+    parts: tuple[Callable[[], Tensor], ...]  # compute each row of a stack, else the full leaf
+    stacked: bool  # whether the first dim counts rows
+    drawn: tuple[str | None, ...]  # how each part is initialized; None for values of the module
 
     def rows(self, chosen: slice) -> LazyLeaf:
-        """Some rows of a stack, as a stack."""
+        """Select rows of a stack, as a stack."""
         parts = self.parts[chosen]
         return LazyLeaf((len(parts), *self.shape[1:]), self.dtype, parts, stacked=True, drawn=self.drawn[chosen])
 
     def described(self) -> str:
-        """Return a text that ranks with the same values share: a checksum, or what the values are drawn from."""
+        """Describe the values, equally on ranks with equal values: a checksum, or the seed they are drawn from."""
         held = [part() for part, drawn in zip(self.parts, self.drawn, strict=True) if drawn is None]
         texts = list(dict.fromkeys(filter(None, self.drawn)))
         if any(_compat.is_fake(x) for x in held):
@@ -119,14 +118,14 @@ class LazyLeaf:
 def lazy_leaves(
     module: nn.Module, leaves: Sequence[ModuleLeaf], key: Tensor, reset: Reset | None
 ) -> dict[str, LazyLeaf]:
-    """The leaves of a module by path."""
+    """Make the lazy leaves of a module, by path."""
     owners = dict(module.named_modules(remove_duplicate=False))
     order = {name: i for i, name in enumerate(owners)}
     wrong: list[str] = []
 
-    def refuse() -> Tensor:  # only when values are asked for: a plan needs none, nor do weights from files
+    def refuse() -> Tensor:  # only once values are computed: a plan needs none, nor does loading weights
         mend = "Make the module with real tensors, or pass reset=, a function that fills the parameters of a submodule."
-        raise ConfigError(report(f"{FUNCTION} cannot draw parameters on the meta device.", wrong, mend))
+        raise ConfigError(report(f"{FUNCTION} cannot initialize parameters on the meta device.", wrong, mend))
 
     def part(name: str) -> tuple[Callable[[], Tensor], str | None]:
         path, _, last = name.rpartition(".")
@@ -148,19 +147,19 @@ def lazy_leaves(
 
 
 def _drawn(owner: nn.Module, path: str, name: str, method: Reset, key: Tensor) -> Tensor:
-    """One parameter of a submodule, drawn with all others of it."""
+    """Initialize one parameter of a submodule, together with its others."""
     with seeded(seed_of(key)):
         filled = getattr(_reset_copy(owner, method), name)
     if filled.is_floating_point() and bool(filled.isnan().any()):
         rows = [f"{joined(path, name)} of {type(owner).__name__}"]
         mend = "Pass reset=, a function that fills every parameter of a submodule."
-        raise ConfigError(report(f"{FUNCTION} finds a parameter that its reset leaves without values.", rows, mend))
+        raise ConfigError(report(f"{FUNCTION} finds a parameter that its reset does not fill.", rows, mend))
     return filled.detach()
 
 
 @torch.no_grad()
 def _reset_copy(owner: nn.Module, method: Reset) -> Any:
-    """A copy of a submodule with tensors of its own on the CPU, filled; what is not filled is NaN."""
+    """Copy a submodule with new tensors on the CPU and initialize them; values that aren't set are NaN."""
 
     def fresh(x: Tensor) -> Tensor:
         new = torch.empty(x.shape, dtype=x.dtype, device="cpu")
@@ -169,13 +168,13 @@ def _reset_copy(owner: nn.Module, method: Reset) -> Any:
 
     own = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
     filled = copy.deepcopy(owner, {**{id(x): fresh(x) for x in own}, **{id(c): c for c in owner.children()}})
-    with torch.device("cpu"):  # the caller may still be where the module was made, on the meta device
+    with torch.device("cpu"):  # the caller may be inside `with torch.device("meta")`
         method(filled)
     return filled
 
 
 def real_buffers(module: nn.Module, reset: Reset | None) -> dict[str, Tensor]:
-    """Values of the buffers that are on the meta device, by name."""
+    """Initialize the buffers on the meta device, by name."""
     result: dict[str, Tensor] = {}
     wrong: list[str] = []
     for path, owner in module.named_modules():

@@ -1,7 +1,7 @@
-"""A module as a `Model`: embed, blocks, head. A pipeline needs these parts as its stages.
+"""`model_from_module`: convert a module to a `Model` of embed, blocks and head, which pipelines need as stages.
 
-Guarantee: losses and gradients match the module on one process, on every mesh with `pp`, `tp` and data axes; `cp` is
-one where the parts take parts of sequences, as those of families do.
+Guarantee: losses and gradients match the module on one process, on every mesh with `pp`, `tp` and data axes, and with
+`cp` if the parts accept shards of sequences.
 """
 
 from __future__ import annotations
@@ -40,25 +40,24 @@ __all__ = ["model_from_module"]
 
 
 class _Places(NamedTuple):
-    """Where the weights of a part come from: name in the module to path in the part's tree."""
+    """Where a part finds its weights: name in the module to path in the part's tree, and tied ones."""
 
     paths: dict[str, str]
     tied: dict[str, str]
 
 
 class _Run(NamedTuple):
-    """Blocks that follow each other and have the same parameters: a stack of the model."""
+    """Consecutive blocks with the same parameters: a stack of the model."""
 
-    name: str  # of the stack, where the model has several
-    members: tuple[str, ...]  # paths of the blocks, the first of which runs for all
-    places: _Places  # where the weights of the first come from, below a row of the stack
-    # for the path of each leaf of the anatomy its path there, and which of its rows are these blocks
-    rows: dict[str, tuple[str, slice]]
+    name: str  # of the stack, if the model has several
+    members: tuple[str, ...]  # paths of the blocks; the first one runs for all
+    places: _Places  # of the first block's weights, below a row of the stack
+    rows: dict[str, tuple[str, slice]]  # for each leaf of the anatomy its path in the stack, and the rows of it
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The leaves of a module, by part; paths are below the part."""
+    """The leaves of a module by part, with paths relative to the part."""
 
     anatomy: Anatomy
     embed: _Places
@@ -66,7 +65,7 @@ class _Plan:
     head: _Places
 
     def spread(self, values: Mapping[str, Any], rows_of: Callable[[Any, slice], Any]) -> Tree:
-        """A tree of `embed`, `blocks` and `head` from a value for each leaf of the anatomy."""
+        """Build a tree of `embed`, `blocks` and `head` from a value per leaf of the anatomy."""
         ends = {"embed": self.embed, "head": self.head}
         result = {name: nested({path: values[path] for path in end.paths.values()}) for name, end in ends.items()}
         rows = {run.name: {b: rows_of(values[path], r) for path, (b, r) in run.rows.items()} for run in self.runs}
@@ -84,28 +83,29 @@ def model_from_module(
     roles: Roles | None = None,
     reset: Reset | None = None,
 ) -> Model:
-    """Makes a `Model` out of a module, which is not changed.
+    """Convert an `nn.Module` to a `Model` of embed, blocks and head, as pipelines need it; the module isn't changed.
 
     Args:
-        module: with real or meta tensors, of which nothing may be drawn: in eval mode, or without dropout.
-        units: as in `functionalize`, with one stack. The modules before it are `embed`, those after it
-            `head`; there is no root. By default the family's. Where layers of a family are dense or routed, the
-            model has a stack for each run of equal ones, such as `blocks.from_0` and `blocks.from_3`.
-        parts: how these are put together: `embed(module, batch) -> x`, `block(module, layer, x) -> x` and
-            `head(module, x, batch) -> (sum of losses, number of tokens)`. They get the module with the weights of their
-            part alone. All blocks of a stack run as the first one, with weights of their own, so they differ in nothing
-            else but a number of their own, such as `layer_idx`. By default the family's, for a batch of `tokens`
-            and `targets`.
-        names: as in `functionalize`.
-        roles: as in `functionalize`.
-        reset: as in `functionalize`.
+        module: Module with real or meta tensors, in eval mode or without dropout: the parts can't use random numbers.
+        units: Units as in `functionalize`, with one stack and no parameters outside of units. Units before the stack
+            are `embed`, units after it `head`. Default: the family's. If a family has dense and routed layers, each run
+            of equal layers becomes a stack, such as `blocks.from_0` and `blocks.from_3`.
+        parts: Functions `embed(module, batch) -> x`, `block(module, layer, x) -> x` and
+            `head(module, x, batch) -> (sum of losses, token count)`. Each receives the module with the weights of its
+            part only. The first block of a stack runs for all, with their weights, so blocks may differ only in weights
+            and in their index, such as `layer_idx`. Default: the family's, for batches of `tokens` and `targets`.
+        names: Dim names of leaves, as in `functionalize`.
+        roles: Roles of layers over `tp`, as in `functionalize`.
+        reset: Initializer of meta parameters, as in `functionalize`.
+
+    Returns:
+        A `Model` for `plan_layout`, `init_state`, `model_loss` and pipelines.
 
     Raises:
-        ConfigError: units that are no `embed`, one stack and `head`, parameters outside of them or shared in other ways
-            than between the two ends, frozen parameters, a config whose parts are other ones, or blocks that differ in
-            more than weights: buffers, numbers, flags, functions; or buffers that the forward writes, such as running
-            statistics; all are listed.
-        TransformError: from the parts: something is drawn, or tensors of the module are changed.
+        ConfigError: units that aren't embed, one stack and head; parameters outside of units, frozen, or shared except
+            between embed and head; a config that the family's parts don't support; blocks that differ in buffers,
+            numbers, flags or functions; or buffers that the forward writes. All are listed.
+        TransformError: when a part runs, if it uses random numbers or changes tensors of the module.
 
     Example:
         >>> class Net(torch.nn.Module):
@@ -130,23 +130,23 @@ def model_from_module(
     check_units(units)
     family = family_of(module) if units is None else None
     if family is not None and parts is None and (rows := family.objections(module)):
-        mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
+        mend = "Pass custom parts=, or use fs.functionalize(module), which runs the module's own forward."
         raise ConfigError(message("has no parts for this config.", rows, mend))
     parts = parts or (family.parts if family is not None else None)
     if (units is None and family is None) or parts is None:
         mend = "Pass units=('embed', 'layers.*', 'head') and parts=fs.hf.families.Parts(embed, block, head)."
-        raise ConfigError(message(f"does not know the units and parts of {type(module).__name__}.", mend=mend))
+        raise ConfigError(message(f"has no default units and parts for {type(module).__name__}.", mend=mend))
     return _model(plan_of(module, units, ModuleOptions(names, roles, reset), carries=False), parts)
 
 
 def _model(planned: ModulePlan, parts: Parts) -> Model:
-    """A model whose parts run a copy of the module, which has the weights of one part at a time."""
+    """Build a model whose parts run one copy of the module, with the weights of one part at a time."""
     plan = _plan(planned.module, planned.anatomy)
     engine = Engine(planned, idle=[member for run in plan.runs for member in run.members[1:]])
     layers = [{path: engine.module.get_submodule(path) for path in run.members} for run in plan.runs]
     if rows := [row for blocks in layers for row in unlike_blocks(blocks)]:
-        mend = "Make what differs an input of the blocks, or functionalize the module, which runs each block as itself."
-        raise ConfigError(message("runs all blocks as the first one, but for the weights.", rows, mend))
+        mend = "Make the differences inputs of the blocks, or use fs.functionalize(module), which runs each block."
+        raise ConfigError(message("runs the first block with the weights of all, so blocks must agree.", rows, mend))
 
     def init(key: Tensor) -> Tree:
         return plan.spread(engine.first_values(key), LazyLeaf.rows)
@@ -157,7 +157,7 @@ def _model(planned: ModulePlan, parts: Parts) -> Model:
 
     over = ("pp", "cp") if parts.cp else ("pp",)
 
-    # Ranks compare what a model closes over: the plan, not a config, which notes where it was saved.
+    # Ranks compare the values in a model's closures, so use the plan and not a config, which has the path of a save.
     def check(mesh: Mesh, rules: AxisRules) -> None:
         engine.original.check()
         planned.check(mesh, rules, over)
@@ -178,7 +178,7 @@ def _model(planned: ModulePlan, parts: Parts) -> Model:
 
 
 class _Attending(TorchFunctionMode):
-    """Over `cp`, attention of torch is that over the whole sequence, of which each rank has a part."""
+    """Replaces torch's attention by attention over the full sequence, which is sharded over `cp`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attend = _over_cp if func is F.scaled_dot_product_attention else func
@@ -195,18 +195,18 @@ def _over_cp(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention`, with its arguments."""
+    """`F.scaled_dot_product_attention` over `cp`, with the same arguments."""
     rows = [f"attn_mask is {type_text(tuple(attn_mask.shape), attn_mask.dtype)}"] if attn_mask is not None else []
     rows += [f"dropout_p is {dropout_p}"] if dropout_p else []
     if rows:
-        mend = "Give it neither, but is_causal=True, or call ops.attention in the parts, which knows documents."
+        mend = "Pass is_causal=True instead, or call ops.attention in the parts, which has masks for documents."
         rule = "fs.model_from_module computes attention over cp without masks and dropout."
         raise TransformError(report(rule, rows, mend))
     return ops.attention(query, key, value, causal=is_causal, scale=scale)
 
 
 def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[..., Any]:
-    """A part as a function of its parameters."""
+    """Make a part a function of its parameters."""
     bare = Bare(engine.module, fn)
 
     @_compat.outside_of_graphs
@@ -221,7 +221,7 @@ def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[.
 
 
 def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
-    """Sorts the units of a module into parts, or refuses them."""
+    """Sort the units of a module into parts, or refuse them."""
     root, *units = anatomy.units
     stacks = list(dict.fromkeys(unit.stack for unit in units if unit.stack is not None))
     blocks = [i for i, unit in enumerate(units) if unit.stack is not None]
@@ -230,7 +230,7 @@ def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
         wrong.append(f"there are {len(stacks)} stacks: {', '.join(map(repr, stacks)) or 'no pattern has a star'}")
     first = min(blocks, default=0)
     last = max(blocks, default=-1)
-    wrong += [f"{', '.join(u.members)} stands between the blocks" for u in units[first:last] if u.stack is None]
+    wrong += [f"{', '.join(u.members)} is between the blocks" for u in units[first:last] if u.stack is None]
     ends = units[:first], units[last + 1 :]
     sides = zip(("before", "after"), ends, strict=True)
     wrong += [f"there is no unit {side} the blocks" for side, end in sides if blocks and not end]
@@ -244,16 +244,16 @@ def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
     blocks_named = (known_as[id(module.get_submodule(m))] for u in units if u.stack is not None for m in u.members)
     wrong += [f"{paths[0]} is {', '.join(paths[1:])} as well: one block" for paths in blocks_named if len(paths) > 1]
     if wrong:
-        mend = "Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."
+        mend = "Pass units=(before, 'layers.*', after) with all parameters; freeze leaves with plan_layout(frozen=...)."
         raise ConfigError(message("needs units for an embedding, one stack of blocks, and a head.", wrong, mend))
-    # A leaf that both ends have belongs to the embedding, and the head gets it as a tied one.
+    # A leaf of both ends is stored in the embedding; the head receives it as a tied leaf.
     known = {weight.leaf for unit in ends[0] for weight in unit.weights}
     runs = _runs(anatomy, units[first : last + 1], stacks[0] or "")
     return _Plan(anatomy, _places(anatomy, ends[0], set()), runs, _places(anatomy, ends[1], known))
 
 
 def _runs(anatomy: Anatomy, blocks: Sequence[ModuleUnit], stack: str) -> tuple[_Run, ...]:
-    """The blocks of a stack, cut where their parameters are other ones than before."""
+    """Split the blocks of a stack into runs of consecutive blocks with the same parameters."""
 
     def kind(numbered: tuple[int, ModuleUnit]) -> list[int]:
         return [weight.leaf for weight in numbered[1].weights]
@@ -271,7 +271,7 @@ def _runs(anatomy: Anatomy, blocks: Sequence[ModuleUnit], stack: str) -> tuple[_
 
 
 def _places(anatomy: Anatomy, units: Sequence[ModuleUnit], elsewhere: set[int]) -> _Places:
-    """Paths of the weights of an end; a leaf that is elsewhere is tied."""
+    """Find the paths of the weights of embed or head; leaves stored elsewhere are tied."""
     weights = [weight for unit in units for weight in unit.weights]
     paths = {w.name: anatomy.leaves[w.leaf].path for w in weights}
     return _Places(

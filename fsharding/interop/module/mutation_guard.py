@@ -1,6 +1,6 @@
-"""Buffers and attributes of a module: how equal blocks differ in them, and which of them a forward has changed.
+"""Buffers and attributes of a module: how blocks differ in them, and which ones a forward has changed.
 
-Guarantee: where no row comes out, the tensors of a module are those that it had.
+Guarantee: if there are no rows, the tensors of a module are unchanged.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ _SIMPLE = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.devic
 
 # -------------------------------------------------------------------------------------------------- in what they differ
 def unlike_blocks(blocks: Mapping[str, nn.Module]) -> list[str]:
-    """In what else than weights blocks differ from the first of them: types, buffers, numbers, flags, functions."""
-    # Attributes by which a block knows its own number, such as `layer_idx`, may differ. Of other objects only the type
-    # is compared.
+    """List the differences between blocks and the first one in types, buffers, numbers, flags and functions."""
+    # The index of a block, such as `layer_idx`, may differ. Other objects are compared by type only.
     (first, template), *others = blocks.items()
     wanted = dict(_state(template))
     rows: list[str] = []
@@ -43,7 +42,7 @@ def unlike_blocks(blocks: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The names whose values differ, with both values."""
+    """Yield the names whose values differ, with both values."""
     for name in {**before, **now}:
         a, b = before.get(name, _NOT_THERE), now.get(name, _NOT_THERE)
         if not _alike(a, b):
@@ -51,7 +50,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tu
 
 
 class _Object(NamedTuple):
-    """An object by its identity, without keeping it alive."""
+    """The identity of an object, without keeping it alive."""
 
     id: int
     name: str
@@ -64,7 +63,7 @@ _NOT_THERE = _Object(0, "not there")
 
 
 def _state(block: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of a block and of its submodules, by name."""
+    """Yield the attributes of a block and of its submodules by name."""
     for path, child in block.named_modules(remove_duplicate=False):
         lead = f"{path}." if path else ""
         yield f"{lead}forward of", type(child)
@@ -78,7 +77,7 @@ def _state(block: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _alike(a: Any, b: Any, depth: int = 4) -> bool:
-    """Whether two values make two blocks compute alike, as far as can be seen."""
+    """Whether two values are equal, as far as it can be checked."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _equal(a, b)
     if isinstance(a, type) or isinstance(b, type):
@@ -95,17 +94,17 @@ def _alike(a: Any, b: Any, depth: int = 4) -> bool:
         return code is b.__code__ and (depth == 0 or _alike(_carried(a), _carried(b), depth - 1))
     if isinstance(a, functools.partial):
         return _alike((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), depth)
-    return not isinstance(a, type(len)) or a == b  # functions of C, such as torch.relu
+    return not isinstance(a, type(len)) or a == b  # builtin functions, such as torch.relu
 
 
 def _carried(fn: Any) -> list[Any]:
-    """The closure and the defaults of a function."""
+    """Return the closure and the defaults of a function."""
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
     return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same values, NaN among them."""
+    """Whether two tensors have equal values; NaN equals NaN."""
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     return a is b or torch.equal(a, b) or bool((a.isnan() & b.isnan() | (a == b)).all())
@@ -121,23 +120,23 @@ def _shown(x: Any) -> str:
 
 # ------------------------------------------------------------------------------------------- changes after the copy
 class Original:
-    """A module that has been copied: its modes, flags, attributes and buffers as they were then."""
+    """Modes, flags, attributes and buffers of a module when it was copied."""
 
     def __init__(self, module: nn.Module, copies: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Look at a module."""
+        """Record the settings of a module."""
         self._module = module
         self._copies = copies
         self._settings = dict(_settings(module))
 
     def check(self) -> None:
-        """Check that the module is as it was, but for the values of parameters."""
+        """Check that the module is unchanged, except for the values of parameters."""
         changed = _differing(self._settings, dict(_settings(self._module)))
-        rows = [f"{name}: {_shown(a)} then, {_shown(b)} now" for name, a, b in changed]
+        rows = [f"{name}: {_shown(a)} before, {_shown(b)} now" for name, a, b in changed]
         copies = self._copies()
         for name, x in self._module.named_buffers():
             copied = copies.get(name, x)
             known = not any(y.is_meta or _compat.is_fake(y) for y in (x, copied)) and x.device == copied.device
-            rows += [f"{name}: other values than then"] if known and not _equal(x, copied) else []
+            rows += [f"{name}: different values than before"] if known and not _equal(x, copied) else []
         if rows:
             rule = f"got {type(self._module).__name__}, which was changed after fs.functionalize had copied it."
             mend = "Call fs.functionalize after the change. fs.evaluate needs no .eval(): it runs in eval mode."
@@ -145,7 +144,7 @@ class Original:
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a copy of a module takes over besides values: simple ones as they are, others as objects."""
+    """Yield what a copy of a module keeps besides tensor values: simple values, and other objects by identity."""
     for path, part in module.named_modules():
         lead = f"{path}." if path else ""
         for key, value in vars(part).items():
@@ -162,7 +161,7 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _simple(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """The simple values that an attribute leads to, by name; another object where there are none."""
+    """Yield the simple values inside an attribute by name, or its identity if there are none."""
     inside: Iterator[tuple[Any, Any]] | None = None
     if isinstance(x, list | tuple):
         inside = ((f"[{i}]", item) for i, item in enumerate(x))
@@ -182,7 +181,7 @@ def _simple(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any]]:
 # ----------------------------------------------------------------------------------------------------- what has changed
 @dataclass
 class _Held:
-    """A tensor of a module that is no parameter: a buffer, or a plain attribute; `real` while its value is fake."""
+    """A buffer or a tensor attribute of a module; `real` has the value while `value` is fake."""
 
     name: str
     home: dict[str, Any]
@@ -193,12 +192,12 @@ class _Held:
 
 
 class Watch:
-    """The tensors of a module that are no parameters: they stay where they are and what they are."""
+    """Watches the tensors of a module other than parameters for changes and replacements."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        """Looks at some submodules, by path, each without its children."""
+        """Watch submodules by path, each without its children."""
         self._homes = [(path, home) for path, m in modules.items() for home in (vars(m)["_buffers"], vars(m))]
-        # Dicts are compared entry by entry and by identity, since a forward may replace a tensor without changing one.
+        # Compare the entries of dicts by identity: a forward may replace a tensor without modifying one.
         self._before = [dict(home) for _, home in self._homes]
         self._held: dict[tuple[int, str], _Held] = {
             (id(home), key): _Held(joined(path, key), home, key, x)
@@ -210,27 +209,27 @@ class Watch:
         self._is_new = True
 
     def tensors(self) -> dict[str, Tensor]:
-        """The buffers and tensor attributes by name."""
+        """Return the buffers and tensor attributes by name."""
         return {held.name: held.value if held.real is None else held.real for held in self._held.values()}
 
     def begin(self) -> None:
-        """Remembers what there is."""
+        """Record versions, and in the first call values too."""
         for held in self._held.values():
             held.version = _compat.version_of(held.value)
-        # The first call is as good as any: a forward does the same each time.
+        # Comparing values costs a copy, and a forward does the same in each call: check one.
         if self._is_new and not _compat.makes_fakes():
             with _functorch.outside_transforms(), torch.no_grad():
                 self._values = [held.value.clone() for held in self._held.values()]
 
     def end(self) -> list[str]:
-        """The changes since then; replaced tensors get their places back, and new ones are removed."""
+        """List the changes since `begin`; restore replaced tensors, and remove new ones."""
         rows: dict[str, Tensor] = {}
         for i, (path, home) in enumerate(self._homes):
             before = self._before[i]
             if len(home) != len(before) or not all(map(operator.is_, home.values(), before.values())):
                 rows |= self._put_back(path, home, before)
                 self._before[i] = dict(home)
-        # Versions see every write in place but those through `.data` and NumPy, which values show in the first call.
+        # Versions count in-place writes, except through `.data` and NumPy, which only values show.
         for held in self._held.values():
             if _compat.version_of(held.value) != held.version:
                 rows[held.name] = held.value
@@ -244,7 +243,7 @@ class Watch:
         return [f"{name} is {_shown(rows[name])}" for name in sorted(rows, key=lambda n: order.get(n, len(order)))]
 
     def _put_back(self, path: str, home: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Tensors of a submodule that are not what they were; all get their places back."""
+        """Return the tensors of a submodule that were replaced or added; undo it."""
         rows: dict[str, Tensor] = {}
         for key in {**before, **home}:
             now = home.get(key)
@@ -258,7 +257,7 @@ class Watch:
         return rows
 
     def move(self, device: torch.device) -> None:
-        """Bring the tensors to a device; those that are called under `FakeTensorMode` have no values there."""
+        """Move the tensors to a device; under `FakeTensorMode` use copies without values."""
         for held in self._held.values():
             own = held.value if held.real is None else held.real
             held.real = own if _compat.makes_fakes() and not _compat.is_fake(own) else None

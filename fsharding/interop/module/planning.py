@@ -32,7 +32,7 @@ __all__ = ["ModuleOptions", "ModulePlan", "check_module", "check_units", "plan_o
 
 
 class ModuleOptions(NamedTuple):
-    """The keywords of `functionalize`, where they are described."""
+    """The keyword arguments of `functionalize`."""
 
     names: NameTable | None = None
     roles: Roles | None = None
@@ -44,14 +44,14 @@ class ModuleOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """A module, and all that is planned before it is copied."""
+    """A module, and everything that is planned before it is copied."""
 
     module: nn.Module
     anatomy: Anatomy
     roles: LayerRoles
     reset: Reset | None
-    family: Family | None  # whose tables gave what the caller left out
-    options: ModuleOptions  # as the caller gave them
+    family: Family | None  # source of the defaults, if no units were passed
+    options: ModuleOptions  # as passed
     written: tuple[str, ...] = ()  # names of the buffers that the forward writes
 
     @functools.cached_property
@@ -59,7 +59,7 @@ class ModulePlan:
         return functools.cache(functools.partial(unfit_roles, self.module, self.roles.roles))
 
     def check(self, mesh: Mesh, rules: AxisRules, over: Sequence[str] = ()) -> None:
-        """Refuse a mesh over which the module does not compute; `over` has axes that other code computes over."""
+        """Refuse a mesh with axes that the module doesn't support; `over` has axes that the caller handles."""
         shape = abstract(mesh)
         tp = shape.axis_size("tp")
         _check_experts(self.anatomy, shape, rules, getattr(getattr(self.module, "config", None), "model_type", ""))
@@ -83,14 +83,14 @@ class ModulePlan:
                     kind = type_text(leaf.shape, leaf.dtype)
                     wrong += [f"{leaf.path} is {kind}, {over_axes}: {why}"] if why else []
         heads = {} if self.family is None or not cut_heads else self.family.heads_of(self.module)
-        wrong += [f"{name} is {count}: no multiple of tp={tp}" for name, count in heads.items() if count % tp]
-        # Only what is right so far is tried: the reasons above say more.
+        wrong += [f"{name} is {count}: not a multiple of tp={tp}" for name, count in heads.items() if count % tp]
+        # Run the forward only if nothing is wrong so far: the rows above give better reasons.
         wrong = wrong or (self._tried(frozenset(cut_weights), tp) if cut_weights else [])
         if wrong:
-            raise ConfigError(report(f"fs.plan_layout cannot cut this module on mesh {shape}.", wrong, _MEND))
+            raise ConfigError(report(f"fs.plan_layout cannot shard this module on mesh {shape}.", wrong, _MEND))
 
     def _uncut(self, leaf: ModuleLeaf, sources: Sequence[str], dim: int, axes: Sequence[str]) -> str:
-        """Why the layers that have a leaf do not compute with a part of it along a dim; "" if they do."""
+        """Explain why the layers of a leaf can't compute with shards of it along a dim; "" if they can."""
         inner = dim - 1 if leaf.stacked else dim
 
         def cannot(source: str) -> bool:
@@ -99,7 +99,7 @@ class ModulePlan:
             return role is None or _CUT[role].get(last) != inner
 
         bad = next(filter(cannot, sources), None)
-        if bad is None and [*axes] == ["tp"]:  # a rank tells by its sizes whether it has a shard
+        if bad is None and [*axes] == ["tp"]:  # layers recognize a shard by its size, so one of size 1 looks full
             return "one rank would have all of it" if leaf.shape[dim] == 1 else ""
         source = bad or leaf.sources[0]
         owner = source.rpartition(".")[0]
@@ -116,16 +116,16 @@ _CUT: dict[str, dict[str, int]] = {
     "vocab": {"weight": 0},
     "logits": {"weight": 0, "bias": 0},
 }
-"""For each role the dim of each parameter that `tp` may cut."""
+"""For each role, the dim of each parameter that `tp` may shard."""
 
 _WHOLE = {
-    "pp": "a forward in one piece has no stages; see fs.model_from_module",
-    "cp": "the layers take whole sequences; fs.hf.families.Parts(cp=) may take parts of them",
+    "pp": "a forward has no stages; see fs.model_from_module",
+    "cp": "the layers need full sequences; fs.hf.families.Parts(cp=True) may accept shards of them",
 }
-"""The axes over which no layer of torch computes, and what does."""
+"""The axes that no layer of torch supports, and an alternative."""
 
 _MEND = (
-    "Leave the axis out of the mesh, or give roles=. Where all ranks may compute alike, set the rules of these"
+    "Remove the axis from the mesh, or pass roles=. To compute these layers in full on all ranks, set the rules of the"
     ' dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp.'
 )
 
@@ -133,7 +133,7 @@ _MEND = (
 def plan_of(
     module: nn.Module, units: UnitPatterns | None, options: ModuleOptions, *, carries: bool = True
 ) -> ModulePlan:
-    """Plan a module, without units by its family's tables; refuse it, and written buffers if nothing carries them."""
+    """Plan a module, by default with its family's tables; refuse written buffers unless the caller `carries` them."""
     names, roles, reset, *_ = options
     patterns = (options.buffers,) if isinstance(options.buffers, str) else tuple(options.buffers)
     problems = Problems()
@@ -146,7 +146,7 @@ def plan_of(
     general = names is None
     family = family_of(module) if units is None else None
     if family is not None:
-        problems.refuse()  # before the family's patterns, which the caller has not written, are looked for
+        problems.refuse()  # before the family's patterns, which the caller didn't write, add problems
         units = family.units
         names = names or family.names
         roles = family.roles if roles is None else roles
@@ -175,13 +175,13 @@ def _check_experts(anatomy: Anatomy, shape: AbstractMesh, rules: AxisRules, fami
 
 
 def _is_expert(path: str) -> bool:
-    """Whether a leaf is in routed experts; modules call experts that take every token `shared_experts`."""
+    """Whether a leaf belongs to routed experts; experts that process every token are called `shared_experts`."""
     return any("expert" in part and not part.startswith("shared_") for part in path.split("."))
 
 
-# ------------------------------------------------------------------------------------- what can be told of any module
+# ------------------------------------------------------------------------------------------------ checks of any module
 def _is_plain(p: Tensor) -> bool:
-    """Whether operators see a tensor as its values alone: fake tensors and named subclasses of Parameter are so."""
+    """Whether a tensor overrides no operator, as fake tensors and mere subclasses of Parameter don't."""
     kind: Any = type(p)
     plain: Any = Tensor
     own = kind.__torch_dispatch__ is not plain.__torch_dispatch__ or kind.__torch_function__ not in _PLAIN
@@ -192,7 +192,7 @@ _PLAIN: Any = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 
 
 def check_memory(module: nn.Module, problems: Problems) -> None:
-    """Object to weights that share memory with other tensors of the module: here each leaf has its own."""
+    """Object to weights that share memory with other tensors: each leaf gets separate memory."""
     own = {id(p): (name, p) for name, p in module.named_parameters()}
     buffers = {id(b): (name, b) for name, b in module.named_buffers()}
     spans: dict[int, list[tuple[int, int, str, bool]]] = {}
@@ -206,33 +206,33 @@ def check_memory(module: nn.Module, problems: Problems) -> None:
     for several in spans.values():
         several.sort()
         for (_, end, first, a), (start, _, second, b) in itertools.pairwise(several):
-            rows += [f"{first} and {second} are views of one memory"] if start < end and (a or b) else []
-    mend = "Tie the parameter itself, head.weight = embed.weight, instead of its .data; or give each a .clone()."
-    problems.add(ConfigError, "would train weights apart that share memory.", rows, mend)
+            rows += [f"{first} and {second} share memory"] if start < end and (a or b) else []
+    mend = "Tie the parameter itself, head.weight = embed.weight, instead of its .data; or .clone() each."
+    problems.add(ConfigError, "would train weights separately that share memory.", rows, mend)
 
 
 def check_units(units: Any) -> None:
-    """Refuse units that have no order, or that are no paths."""
+    """Refuse units that aren't paths, or have no order."""
     if units is not None and not isinstance(units, str | list | tuple):
-        mend = "Give the paths of modules: units='layers.*', or units=('embed', 'layers.*', ('norm', 'head'))."
+        mend = "Pass the paths of modules: units='layers.*', or units=('embed', 'layers.*', ('norm', 'head'))."
         raise refuse("units= as a path, or a list of paths", units, mend)
 
 
 def check_module(module: Any) -> None:
-    """Refuses what is no module, and modules with tensor subclasses for parameters, or without shapes yet."""
+    """Refuse arguments that aren't modules, and modules with tensor subclasses as parameters or without shapes."""
     if not isinstance(module, nn.Module):
-        mend = "Make one, or write the functions of a Model yourself: see fs.models.Model."
+        mend = "Pass an nn.Module instance, or write the functions of a Model: see fs.models.Model."
         kind = f"class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise ConfigError(message(f"needs an nn.Module; got {kind}.", mend=mend))
     given = {name: p for name, p in module.named_parameters() if not _is_plain(p)}
     if given:
         rows = [f"{name} is {type(p).__name__}{'' if p.requires_grad else ', frozen'}" for name, p in given.items()]
         mend = (
-            "Give the module plain parameters: layer.weight = nn.Parameter(layer.weight.dequantize()), or"
-            " .full_tensor() for a DTensor. Weights in few bits are formats of a precision, fs.Precision(compute=...)."
+            "Make the parameters plain: layer.weight = nn.Parameter(layer.weight.dequantize()), or .full_tensor() for a"
+            " DTensor. For low precision pass fs.Precision(compute=...)."
         )
-        rule = "takes plain parameters; a tensor subclass would become a dense tensor, and lose its own operators."
+        rule = "needs plain parameters; a tensor subclass would become a dense tensor and lose its operators."
         raise ConfigError(message(rule, rows, mend))
     lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(x)]
     if lazy:
-        raise ConfigError(message("needs shapes.", lazy, "Call the module once, with inputs as they will be."))
+        raise ConfigError(message("needs shapes.", lazy, "Call the module once, with inputs of the final shapes."))

@@ -1,7 +1,7 @@
-"""Tries a module's forward with the shapes that `tp` leaves a rank, before anything is computed: which roles cannot be.
+"""Run a module's forward on the meta device with the shapes of one `tp` rank, to find roles that can't work.
 
-Guarantee: where a forward takes other parts of them, or a mean over them, than each rank can have, there is a row; a
-module that cannot be tried gives none.
+Guarantee: a forward that slices or reduces column outputs in a way that a shard doesn't allow gets a row; a module
+that can't run on the meta device gets none.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["unfit_roles"]
 
 
 class _Cut(NamedTuple):
-    """A tensor of which a rank will have a part: along a dim, the outputs of a column."""
+    """A tensor that will be sharded along a dim, which has the outputs of a column."""
 
     dim: int
-    column: str
-    held: int
-    whole: int
+    column: str  # path of the layer
+    held: int  # outputs of one rank
+    full: int  # outputs of the layer
 
 
 _REDUCING = {
@@ -38,26 +38,26 @@ _REDUCING = {
     "std": 1, "var_mean": 1, "linalg_vector_norm": 2, "norm": 2, "_softmax": 1, "_log_softmax": 1, "logsumexp": 1,
     "cumsum": 1, "sort": 1, "topk": 2,
 }  # fmt: skip
-"""Operations that put all elements of a dim together, and where among their arguments the dim stands."""
+"""Operations over all elements of a dim, with the position of the argument `dim`."""
 
 _LAST = {"sort", "topk"}
-"""Those that mean the last dim where they are given none; the others mean all."""
+"""Operations whose default dim is the last one; for the others it is all dims."""
 
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "rms_norm"}
-"""Those whose second argument is the shape of the last dims that they put together."""
+"""Operations whose second argument is the shape of the last dims, which they normalize over."""
 
 _TAKING = {"slice": 1, "split": 2, "split_with_sizes": 2, "select": 1, "unbind": 1, "index_select": 1, "flip": 1}
-"""Operations that take some indices of a dim, and where among their arguments the dim stands."""
+"""Operations that select indices of a dim, with the position of the argument `dim`."""
 
 _END = (1 << 63) - 1
-"""Where a slice stops that has no stop."""
+"""Default end of a slice."""
 
 _SAME = {"clone", "_to_copy", "detach", "alias", "contiguous"}
 _VIEWS = {"view", "_unsafe_view", "reshape"}
 
 
 def unfit_roles(module: nn.Module, roles: Mapping[str, Role], cut: Collection[str], tp: int) -> list[str]:
-    """Why the forward of a module cannot have its roles on `tp`: one row for each layer, of equal blocks the first."""
+    """List why the forward of a module can't have its roles over `tp`: one row per layer, for the first equal block."""
     paths = {path for path in dict(module.named_modules()) if f"{path}.weight" in cut}
     regions = {path: role for path in paths if (role := roles.get(path)) in ("column", "row")}
     inputs = getattr(module, "dummy_inputs", None) if regions else None
@@ -65,7 +65,7 @@ def unfit_roles(module: nn.Module, roles: Mapping[str, Role], cut: Collection[st
         return []
     inputs = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, dict(inputs))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        # Grouped products of experts know one dtype there; other modules compute in several, and not in that one.
+        # On the meta device, grouped products of experts support only bfloat16, and other modules may not.
         hollow = next(filter(None, (_tried(module, inputs, dtype) for dtype in (None, torch.bfloat16))), None)
         if hollow is None:
             return []
@@ -77,21 +77,22 @@ def unfit_roles(module: nn.Module, roles: Mapping[str, Role], cut: Collection[st
         for path, layer in layers:
             if regions[path] == "column":
                 layer.forward = functools.partial(_whole_column, layer, path, tp, following.cuts)
-        with following:  # with outputs that are whole: a dim of heads is then longer than 1, and shows where it goes
+        with following:  # with full outputs: dims of heads are then longer than 1 and can be followed through views
             hollow(**inputs)
+        # The second run has the shapes of one rank, with hooks and operators as in a step: torch checks the rest.
         for path, layer in layers:
             row = functools.partial(_row, layer, path, tp, rows)
             layer.forward = functools.partial(_column, layer, tp) if regions[path] == "column" else row
         try:
             if not rows:
                 hollow(**inputs)
-        except Exception as error:  # what the first step would raise, without a word of the layer
+        except Exception as error:  # the first step would raise it without naming the layer
             rows += [] if rows else [f"{following.where()}: {type(error).__name__}: {str(error).splitlines()[0]}"]
     return rows
 
 
 def _tried(module: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None) -> nn.Module | None:
-    """A copy on the meta device, whose forward has run; None where it cannot, since it asks for values."""
+    """Copy a module to the meta device and run it; None if it fails, for example because it reads values."""
 
     def hollow(x: Tensor) -> Tensor:
         new = torch.empty_like(x, device="meta", dtype=dtype if x.is_floating_point() else None)
@@ -101,13 +102,13 @@ def _tried(module: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None)
     copied = copy.deepcopy(module, {key: hollow(x) for key, x in own.items()})
     try:
         copied(**inputs)
-    except Exception:  # whatever the module raises: nothing can be told of its shapes then
+    except Exception:  # whatever the module raises: its shapes are unknown then
         return None
     return copied
 
 
 class _Following(TorchDispatchMode):
-    """Follows what columns put out, and says where a forward asks for what a rank does not have."""
+    """Follows the outputs of columns, and records operations that need more than a rank's shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class _Following(TorchDispatchMode):
         self._reported: set[tuple[str, str]] = set()
 
     def watch(self, path: str, part: nn.Module) -> None:
-        """Remembers that a submodule runs, from its call to its end."""
+        """Track the calls of a submodule."""
         here = path, type(part).__name__
 
         def leave(*_: Any) -> None:
@@ -127,7 +128,7 @@ class _Following(TorchDispatchMode):
         part.register_forward_hook(leave)
 
     def where(self) -> str:
-        """The submodule that runs."""
+        """Name the submodule that is running."""
         path, kind = self._inside[-1] if self._inside else ("", "")
         return f"{path} ({kind})" if path else "the module"
 
@@ -138,6 +139,7 @@ class _Following(TorchDispatchMode):
             if reason := _objection(name, x, cut, args, kwargs or {}):
                 self._tell(cut, reason)
         result = func(*args, **(kwargs or {}))
+        # Views have one input, and pointwise operations have inputs with equal shards: the first input is enough.
         if followed:
             x, cut = followed[0]
             for out in _tensors([result]):
@@ -152,7 +154,7 @@ class _Following(TorchDispatchMode):
         known = ".".join("*" if part.isdecimal() else part for part in cut.column.split("."))
         if (known, reason) not in self._reported:
             self._reported.add((known, reason))
-            held = f"of whose {cut.whole} outputs a rank has {cut.held}"
+            held = f"and a rank has {cut.held} of its {cut.full} outputs"
             self.rows.append(f"{cut.column} has role 'column', {held}: {who} {reason}")
 
 
@@ -162,7 +164,7 @@ def _tensors(args: Any) -> list[Tensor]:
 
 
 def _dims(value: Any, ndim: int) -> set[int]:
-    """The dims that an argument means; none or an empty one means all, and a tensor is no dim."""
+    """Resolve the argument `dim`: None or an empty list means all dims; a tensor isn't a dim."""
     if isinstance(value, Tensor):
         return set()
     if value is None or (isinstance(value, list | tuple) and not value):
@@ -171,7 +173,7 @@ def _dims(value: Any, ndim: int) -> set[int]:
 
 
 def _objection(name: str, x: Tensor, cut: _Cut, args: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """Why an operation needs more of a tensor than a rank has."""
+    """Explain why an operation needs more of a tensor than a rank's shard; None if it doesn't."""
 
     def argument(place: int, default: Any) -> Any:
         return kwargs.get("dim", args[place] if len(args) > place else default)
@@ -184,12 +186,12 @@ def _objection(name: str, x: Tensor, cut: _Cut, args: Any, kwargs: Mapping[str, 
     if name in _TAKING and cut.dim in _dims(argument(_TAKING[name], 0), x.ndim):
         start, stop, step = (*args[2:5], *(0, _END, 1)[len(args[2:5]) :]) if name == "slice" else (None, None, None)
         is_all = step == 1 and not start and stop in (None, _END)
-        return None if is_all else "takes them apart by place"
+        return None if is_all else "selects some by index"
     return None
 
 
 def _followed(name: str, func: Any, x: Tensor, dim: int, out: Tensor, args: Any) -> int | None:
-    """The dim of an output that is cut like a dim of an input; None where it cannot be told."""
+    """Find the dim of an output that is sharded like a dim of an input; None if unknown."""
     if name in _VIEWS:
         return _viewed(tuple(x.shape), dim, tuple(out.shape))
     if name == "transpose":
@@ -215,7 +217,7 @@ def _followed(name: str, func: Any, x: Tensor, dim: int, out: Tensor, args: Any)
 
 
 def _viewed(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | None:
-    """Where a dim is after a view: the first dim that begins where it begins."""
+    """Find a dim after a view: the first dim with the same offset."""
     lead = math.prod(before[:dim])
     begins = [j for j in range(len(after)) if math.prod(after[:j]) == lead and (after[j] != 1 or before[dim] == 1)]
     return begins[0] if begins else None
@@ -236,6 +238,6 @@ def _column(layer: nn.Linear, tp: int, x: Tensor) -> Tensor:
 def _row(layer: nn.Linear, path: str, tp: int, rows: list[str], x: Tensor) -> Tensor:
     start, stop = boxes.chunk(layer.in_features, tp, 0)
     if x.shape[-1] != stop - start and not rows:
-        has = f"of whose {layer.in_features} inputs a rank has {stop - start}"
+        has = f"and a rank has {stop - start} of its {layer.in_features} inputs"
         rows.append(f"{path} has role 'row', {has}: it gets {x.shape[-1]}")
     return x.new_empty((*x.shape[:-1], layer.out_features))

@@ -1,6 +1,6 @@
-"""One call of a module as a function: the module without weights, and the units that get theirs where they are called.
+"""One call of a functionalized module: a copy without weights, whose units gather theirs when they are called.
 
-Guarantee: a forward that changes tensors of the module, or draws without a key, is refused.
+Guarantee: a forward that changes tensors of the module, or uses random numbers without a key, is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Engine", "Run", "computing"]
 
 
 class _Absent(Tensor):
-    """The place of a weight while its unit is not gathered: it has a shape, and nothing can be computed with it."""
+    """Placeholder of a weight whose unit isn't gathered: it has a shape, and can't be computed with."""
 
     path: str
     home: torch.device
@@ -69,20 +69,20 @@ class _Absent(Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         rows = [getattr(x, "path", "") for x in tree.leaves((args, kwargs)) if isinstance(x, _Absent)]
         if not _guarded.get():
-            raise _Elsewhere(_recomputing([f"{row} is asked for by {name}" for row in rows]))
-        text = f"needs weights that are used where their unit is called; {name} asked for them elsewhere."
-        mend = "Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."
+            raise _Elsewhere(_recomputing([f"{row} is used by {name}" for row in rows]))
+        text = f"needs weights that are used only inside their unit; {name} used them outside."
+        mend = "Remove their module from units, or gather both modules together: units=(('embed', 'head'), ...)."
         raise _Elsewhere(report(f"{FUNCTION} {text}", rows, mend))
 
 
 _DTYPE: Any = Tensor.dtype
 _OF_OTHERS = ("to", "type_as")
 _TYPED = (*_OF_OTHERS, "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
-"""Functions that take only the dtype and the device of a weight, in `x.to(weight)` or `weight.new_zeros(3)`."""
+"""Functions that use only the dtype and the device of a weight, in `x.to(weight)` or `weight.new_zeros(3)`."""
 
 
 class _Elsewhere(FshardingError, RuntimeError):
-    """A weight is used outside of its unit. No TypeError: the operators of a tensor would take it for their own."""
+    """A weight is used outside of its unit. Not a TypeError, which binary operators of tensors catch."""
 
 
 def _absent(name: str, parameter: nn.Parameter) -> Any:
@@ -94,23 +94,23 @@ def _absent(name: str, parameter: nn.Parameter) -> Any:
 
 
 _ODD = 0x9E3779B97F4A7C15
-"""Between seeds that follow each other, so that all their bits differ (the step of splitmix64)."""
+"""Distance of consecutive seeds, so that all their bits differ (the increment of splitmix64)."""
 
 _running: ContextVar[Run | None] = ContextVar("fsharding_module_run", default=None)
 _guarded: ContextVar[bool] = ContextVar("fsharding_module_guarded", default=False)
 
 
 class Engine:
-    """A copy of the module without weights, whose units ask the current run for theirs."""
+    """A copy of the module without weights, whose units get theirs from the current run."""
 
     def __init__(self, plan: ModulePlan, *, idle: Sequence[str] = ()) -> None:
-        """Copy a module, whose idle parts never run."""
+        """Copy a module; its idle parts never run."""
         module, anatomy = plan.module, plan.anatomy
         self.plan = plan
         own = {n: m for n, m in module.named_modules() if m.training and getattr(m, "gradient_checkpointing", False)}
         if rows := [f"{n or 'the module'} is {type(m).__name__}, gradient_checkpointing=True" for n, m in own.items()]:
             raise TransformError(_recomputing(rows))
-        # The copy gets these instead of its parameters; a unit's weights take their places for one call.
+        # The copy gets these instead of its parameters; a call of a unit replaces them by its weights.
         absent = {id(p): _absent(name, p) for name, p in module.named_parameters()}
         self._absent = list(absent.values())
         buffers = real_buffers(module, plan.reset)
@@ -118,6 +118,7 @@ class Engine:
         for name, value in buffers.items():
             owner, _, last = name.rpartition(".")
             setattr(self.module.get_submodule(owner), last, value)
+        # `synchronize` wraps the forwards that `install` has set; `open`, called later, wraps both.
         self.entrances: Entrances = install(self.module, plan.roles.roles)
         synchronize(self.module)
         self.places = places_of(self.module)
@@ -126,6 +127,7 @@ class Engine:
         self._inside = {path: {id(part) for part in self.module.get_submodule(path).modules()} for path in members}
         self.stored = [leaf.dtype for leaf in anatomy.leaves]
         self.leaf_of = {weight.name: weight.leaf for unit in anatomy.units for weight in unit.weights}
+        # Idle blocks keep their buffers on the original device: `move` and `begin` would copy what never runs.
         running = {n: m for n, m in self.module.named_modules() if not n.startswith(tuple(f"{b}." for b in idle))}
         self._watch = Watch(running)
         self._home = None
@@ -134,21 +136,21 @@ class Engine:
         rates = {name: (m, getattr(m, "p", None)) for name, m in self.module.named_modules() if m.training}
         active = {name: m for name, (m, p) in rates.items() if isinstance(p, float) and p > 0}
         self.drops = [f"{name} is {m}" for name, m in active.items() if "Drop" in type(m).__name__]
-        self.tensors = self._watch.tensors  # all that are no parameters, by name, as the module has them
+        self.tensors = self._watch.tensors  # the current tensors other than parameters, by name
         self.original = Original(module, self.tensors)
 
     def first_values(self, key: Tensor) -> dict[str, LazyLeaf]:
-        """The first values of the leaves, by path; refuses a module that was changed since it was copied."""
+        """Return the initial values of the leaves by path; refuse a module that was changed since it was copied."""
         self.original.check()
         return lazy_leaves(self.plan.module, self.plan.anatomy.leaves, key, self.plan.reset)
 
     def constants(self) -> dict[str, Tensor]:
-        """The buffers and tensor attributes that no forward writes, by name. All ranks have to have the same."""
+        """Return the buffers and tensor attributes that no forward writes, by name. They must be equal on all ranks."""
         return {name: x for name, x in self.tensors().items() if name not in self.plan.written}
 
     def names_in(self, member: str | None) -> dict[str, str]:
-        """Map names under `inner` to names of the buffers with which the forward of a member runs; None is the root."""
-        # A buffer belongs to the innermost members that contain it; the root has those that no member contains.
+        """Map names under `inner` to the buffers that the forward of a member uses; None is the root."""
+        # A buffer belongs to the innermost members that contain it, or to the root if none does.
         inner = self.module if member is None else self.module.get_submodule(member)
         paths = {id(part): path for path, part in reversed([*inner.named_modules()])}
         result: dict[str, str] = {}
@@ -161,7 +163,7 @@ class Engine:
 
     @contextmanager
     def _in_mode(self) -> Generator[None]:
-        """Run the module in eval mode if `fs.evaluate` calls it."""
+        """Put the module in eval mode inside `fs.evaluate`."""
         trained = [part for part in self.module.modules() if part.training] if is_evaluating() else []
         for part in trained:
             part.training = False
@@ -172,7 +174,7 @@ class Engine:
                 part.training = True
 
     def persistent(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The buffers that a state dict has, by every name; and for those that the forward writes their first names."""
+        """Return the buffers of a state dict by every name, and the first names of those that the forward writes."""
         names = {(id(place.owner), place.key): name for name, place in self.places.items()}
         found = [
             (joined(path, key), names[id(owner), key], buffer)
@@ -183,7 +185,7 @@ class Engine:
         return {every: buffer for every, _, buffer in found}, written
 
     def open(self) -> None:
-        """Makes every unit ask for its weights when it is called."""
+        """Replace the forwards of units by `_enter`, which gathers their weights."""
         for number, unit in enumerate(self.units):
             for member in unit.members:
                 inner = self.module.get_submodule(member)
@@ -192,13 +194,14 @@ class Engine:
 
     @contextmanager
     def guard(self, leaves: Iterable[Any], *, keyed: bool) -> Generator[None]:
-        """Bring constants to the device of some leaves; refuse that the block changes them, or draws without a key."""
-        # Under `fs.evaluate` the module is in eval mode inside, where nothing is dropped and no key is needed.
+        """Move constants to the device of the leaves; refuse a block that changes them or draws without a key."""
+        # Inside `fs.evaluate` the module is in eval mode: dropout is off and needs no key.
         if self.drops and not keyed and not is_evaluating():
             raise TransformError(_keyless(self.drops))
         known = (x for x in leaves if isinstance(x, Local | Tensor))
         found = (device_of(x.value, x.sharding.device_type) if isinstance(x, Local) else x.device for x in known)
         device = next(found, torch.device("cpu"))
+        # Move before `begin`: replacing tensors by copies on a device would look like a change by the forward.
         self._note_constants()
         self._move(device)
         self._watch.begin()
@@ -214,18 +217,18 @@ class Engine:
             raise TransformError(_keyless([f"{type(self.module).__name__} in its forward"]))
 
     def _note_constants(self) -> None:
-        """Adds the constants to what the ranks of a collective call compare; their checksums are computed once."""
+        """Add the constants to the facts that the ranks of a collective call compare; hash them once."""
         order = order_here()
         if order is None or _compat.makes_fakes():
             return
         if self._checksums is None:
             self._checksums = {name: checksum(x) for name, x in self.constants().items() if not x.is_meta}
         if sums := self._checksums:
-            # A function of the dict alone: the note outlives the call, and must not keep the module alive.
+            # A function of the dict alone: the note outlives the call and must not keep the module alive.
             order.note(SAME_CONSTANTS, (*sums.items(),), functools.partial(_checksums_text, sums), None)
 
     def _move(self, device: torch.device) -> None:
-        """Constants to the device of the weights; under `FakeTensorMode` without values."""
+        """Move constants to the device of the weights; under `FakeTensorMode` they have no values."""
         home = device, _compat.fake_mode()
         if home == self._home:
             return
@@ -236,7 +239,7 @@ class Engine:
 
 
 def _enter(number: int, member: str, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a member of a unit: the current run calls the module's own with weights."""
+    """Forward of a unit's member: the current run calls the original forward with weights."""
     run = _running.get()
     if run is None:
         raise TransformError(_recomputing([f"{member} is called again"]))
@@ -244,9 +247,9 @@ def _enter(number: int, member: str, /, *args: Any, **kwargs: Any) -> Any:
 
 
 class Body:
-    """The forward of a member of a unit, or of the root, as a function of weights and buffers."""
+    """The forward of a unit's member, or of the root, as a function of weights and buffers."""
 
-    # `buffers`: names of the buffers that it runs with, by the names that they have under `inner`.
+    # `buffers`: names of the buffers that it uses, by their names under `inner`.
 
     def __init__(self, engine: Engine, bare: nn.Module, member: str | None) -> None:
         self._engine, self._bare, self._cut = engine, bare, 0 if member is None else len(member) + 1
@@ -261,15 +264,16 @@ class Body:
         seed: int | None,
         mesh: Mesh | None,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Runs it."""
+        """Run the forward; return its result and the buffers after it."""
         device = next((x.device for x in weights.values()), "cpu")
         places = {inner: name for inner, name in self.buffers.items() if name in buffers}
         named = {f"inner.{name[self._cut :]}": x for name, x in weights.items()}
-        # Copies: backward may run it again, with the buffers that it was given.
+        # Copies, because remat may run it again in backward, with the original buffers.
         named |= {inner: _compat.copied(buffers[name]) for inner, name in places.items()}
         with self._engine.entrances.drawing(seed, device), computing(mesh):
             result = torch.func.functional_call(self._bare, named, args, kwargs, tie_weights=False)
-        return result, {name: named[inner] for inner, name in places.items()}  # torch puts there what was assigned
+        # `functional_call` stores buffers that the forward assigned in `named`.
+        return result, {name: named[inner] for inner, name in places.items()}
 
 
 def _checksums_text(checksums: Mapping[str, int]) -> str:
@@ -277,10 +281,10 @@ def _checksums_text(checksums: Mapping[str, int]) -> str:
 
 
 class Run:
-    """One call of a module: its leaves, what has been gathered, and what it draws with."""
+    """One call of a module: its leaves, gathered units, buffers, and seed."""
 
-    # `buffers` has the values that the forward has written so far: a unit is given those of its own and returns the new
-    # ones, so that a unit that backward runs again is given the same, and its results are dropped.
+    # `buffers` has the values that the forward has written so far. A unit takes its buffers as inputs and returns new
+    # ones, so recomputing it in backward starts from the same values and its new ones are dropped.
 
     def __init__(
         self, engine: Engine, leaves: list[Any], key: Tensor | None, buffers: Mapping[str, Tensor] | None
@@ -289,24 +293,23 @@ class Run:
         self._leaves = leaves
         self.buffers = _given(engine, buffers)
         self._inputs = _compute_dtype(engine.stored, leaves) if engine.plan.options.cast_inputs else None
-        # A gather knows leaves by the identity of their tensors: rows and trees of units are made once for a call, so
-        # that what was sent for ahead is found again.
+        # A gather recognizes prefetched leaves by the identity of their tensors, so build rows and trees of units once.
         self._rows: dict[int, Any] = {}
         self._trees: dict[int, dict[str, Any]] = {}
-        # Units of several members keep their weights until the call ends: no member knows whether it is the last.
+        # Units of several members keep their weights until the call ends: any member may be called again.
         self._together: dict[int, dict[str, Tensor]] = {}
         self._entered = 0
         shardings = (typeof(x).sharding for x in leaves if isinstance(x, Local | DTensor))
         self._mesh = next((s.mesh for s in shardings if s is not None), None)
         self._first_seed: int | None = None
-        if key is not None:  # ranks along data axes have other tokens
+        if key is not None:  # data ranks have different tokens and need different masks
             where = 0
             for axis in DATA_AXES:
                 where = where * axis_size(axis, self._mesh) + axis_index(axis, self._mesh)
             self._first_seed = seed_of(random.fold_in(key, where))
 
     def forward(self, args: Any, kwargs: Any) -> Any:
-        """Runs the module."""
+        """Run the module."""
         engine = self._engine
         keyed = self._first_seed is not None
         with engine.guard(self._leaves, keyed=keyed), scoped(_running, self):
@@ -317,11 +320,11 @@ class Run:
         return result
 
     def _keep(self, new: Mapping[str, Tensor]) -> None:
-        """Buffers that a part of the forward has written."""
+        """Store the buffers that a part of the forward has written."""
         self.buffers |= {name: x.detach() for name, x in new.items()}
 
     def enter(self, number: int, member: str, args: Any, kwargs: Any) -> Any:
-        """Runs a member of a unit with its weights."""
+        """Run a member of a unit with its weights."""
         unit = self._engine.units[number]
         body = self._engine.bodies[member]
         args, kwargs = _cast(args, kwargs, self._inputs)
@@ -337,11 +340,11 @@ class Run:
             result, new = body(weights, buffers, args, kwargs, seed, mesh)
             self._keep(new)
             return result
-        # `tensors` must not hold `self`: remat keeps it until backward, and a run holds all that it has gathered.
+        # `tensors` must not capture `self`: remat keeps it until backward, and a run holds all gathered weights.
         rest: list[Any] = []
 
         def tensors(weights: Any, buffers: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
-            # All that a transform can differentiate.
+            # Only the tensors: remat can't return other values.
             leaves, spec = tree.flatten(body(weights, buffers, args, kwargs, seed, mesh))
             rest[:] = [spec, [None if isinstance(x, Tensor) else x for x in leaves]]
             return tuple(x for x in leaves if isinstance(x, Tensor))
@@ -354,17 +357,18 @@ class Run:
         return result
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype in which a weight will be gathered."""
+        """Return the dtype in which a weight will be gathered."""
         dtype = _dtype(self._leaves[self._engine.leaf_of[name]])
         context = current_context()
         return dtype if context is None or not dtype.is_floating_point else context.compute_dtype(dtype)
 
     def like(self, absent: _Absent) -> Tensor:
-        """A tensor of no memory with the dtype, device and shape of a weight."""
+        """Make a tensor without memory that has the dtype, device and shape of a weight."""
         return torch.zeros((), dtype=self.dtype_of(absent.path), device=absent.device).expand(absent.shape)
 
     def _gather(self, number: int) -> dict[str, Tensor]:
-        """The weights of a unit by name, dequantized: a module takes tensors. The gather of the next unit starts."""
+        """Gather the weights of a unit by name, dequantized, since modules need tensors; prefetch the next units."""
+        # The policy of the options is for blocks of stacks; other units always use the default.
         units = self._engine.units
         of_blocks = self._engine.plan.options.policy
         policy = of_blocks if units[number].stack is not None else policies.save_except_gathered
@@ -386,23 +390,23 @@ class Run:
         return self._rows[leaf][row]
 
     def _seed(self) -> int | None:
-        """A seed for the unit that is entered now."""
+        """Return a new seed for the unit that is entered."""
         if self._first_seed is None:
             return None
-        # Counted by calls, not by units: a unit that is called twice draws anew.
+        # Count calls, not units: a unit that is called twice needs different masks.
         self._entered += 1
         return (self._first_seed + self._entered * _ODD) % 2**64
 
 
 def _given(engine: Engine, buffers: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """The buffers that a call starts with."""
+    """Check the buffers that a call starts with."""
     given = {} if buffers is None else {**buffers}
     rows = [f"{name} is written by the forward, and not given" for name in engine.plan.written if name not in given]
-    rows += [f"{name} is given, and no buffer of the module" for name in given if name not in engine.places]
+    rows += [f"{name} is given, and isn't a buffer of the module" for name in given if name not in engine.places]
     if rows:
         mend = (
-            "Give a loss function a parameter buffers, call out, buffers = net(params, x, buffers=buffers), and return"
-            " (loss, buffers); or put modules in eval mode before fs.functionalize, which trains with fixed statistics."
+            "Add the argument buffers to the loss, call out, buffers = net(params, x, buffers=buffers), and return"
+            " (loss, buffers). Or put modules in eval mode before fs.functionalize, to train with fixed statistics."
         )
         raise TransformError(report(f"{FUNCTION} needs the buffers that its forward writes.", rows, mend))
     return given
@@ -413,9 +417,9 @@ def _dtype(leaf: Any) -> torch.dtype:
 
 
 def _compute_dtype(stored: Sequence[torch.dtype], leaves: Sequence[Any]) -> torch.dtype | None:
-    """The dtype to which floating inputs are cast; None if parameters have the dtypes that they have in the module."""
-    # It is the dtype of the running precision. Without one, a call whose parameters all have one dtype that differs
-    # from the dtypes in the module gets copies that a precision has cast.
+    """Find the dtype to cast floating inputs to; None if parameters have the module's dtypes."""
+    # The compute dtype of the running precision. Without one, parameters of a single dtype other than the module's are
+    # copies that a precision has cast.
     context = current_context()
     if context is not None and context.cast is not None:
         return context.cast
@@ -425,7 +429,7 @@ def _compute_dtype(stored: Sequence[torch.dtype], leaves: Sequence[Any]) -> torc
 
 
 def _cast(args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
-    """Inputs with their floating tensors in a dtype; the very same ones if there is nothing to cast."""
+    """Cast the floating tensors of inputs; return the same objects if there is nothing to cast."""
     if dtype is None:
         return args, kwargs
     leaves, spec = tree.flatten((args, kwargs))
@@ -434,12 +438,13 @@ def _cast(args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _cast_leaf(x: Any, dtype: torch.dtype) -> Any:
-    """A tensor, or a copy of what holds some, in a dtype; `x` itself if nothing in it differs."""
+    """Cast a tensor, or the tensors in a copy of a container; return `x` itself if nothing changes."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if hasattr(x, f.name)}
-        put: Any = type(x).__setattr__ if isinstance(x, dict) else object.__setattr__  # the first may be frozen
+        # `object.__setattr__` also sets fields of frozen dataclasses.
+        put: Any = type(x).__setattr__ if isinstance(x, dict) else object.__setattr__
     elif isinstance(x, dict):
         fields, put = {**x}, type(x).__setitem__
     elif isinstance(x, list):
@@ -461,7 +466,7 @@ def _cast_leaf(x: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def computing(mesh: Mesh | None) -> Generator[None]:
-    """Modules run inside: on a mesh, if there is one, and under torch.func with kernels that have every derivative."""
+    """Run modules in this block: on a mesh, if given, and under torch.func with kernels that have every derivative."""
     with (
         nullcontext() if mesh is None else set_mesh(mesh),
         sdpa_kernel(SDPBackend.MATH) if _functorch.in_functorch() else nullcontext(),
@@ -471,7 +476,7 @@ def computing(mesh: Mesh | None) -> Generator[None]:
 
 @contextmanager
 def _worded() -> Generator[None]:
-    """Rewords the errors of torch and its transforms for a module that cannot be a function of its parameters."""
+    """Reword errors of torch and its transforms that show that a module can't be a pure function."""
     try:
         yield
     except _Elsewhere as error:
@@ -493,7 +498,7 @@ _EAGER = "Make the module with experts_implementation='eager' in its config, or 
 def _changing(rows: list[str]) -> str:
     mend = (
         "Name the buffers that the forward writes: fs.functionalize(module, units, buffers='name'). Keep other state"
-        " outside of the module: give it as an input, and return it as an output."
+        " outside of the module: pass it as an input, and return it as an output."
     )
     return report(f"{FUNCTION} needs a forward that changes no tensors of the module.", rows, mend)
 
@@ -504,5 +509,5 @@ def _recomputing(rows: list[str]) -> str:
 
 
 def _keyless(rows: list[str]) -> str:
-    mend = "Pass random_key=, another one at each step, or put the module in eval mode before functionalize."
+    mend = "Pass random_key=, a different one at each step, or put the module in eval mode before functionalize."
     return report(f"{FUNCTION} needs a random_key for a forward that draws.", rows, mend)

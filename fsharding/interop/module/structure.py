@@ -1,4 +1,4 @@
-"""The structure of an nn.Module: leaves, which have the parameters of equal blocks stacked, and units of modules.
+"""The structure of an nn.Module: leaves, with the parameters of equal blocks stacked, and units of modules.
 
 Guarantee: every name of every parameter is in one unit, and a tied parameter is one leaf.
 """
@@ -30,7 +30,7 @@ FUNCTION = "fs.functionalize"
 
 
 class Problems:
-    """What is wrong with a module, collected so that one error tells all of it."""
+    """Collects the problems of a module, so that one error lists them all."""
 
     def __init__(self) -> None:
         self.errors: list[FshardingError] = []
@@ -40,7 +40,7 @@ class Problems:
         self.errors += [kind(message(rule, rows, mend))] if rows else []
 
     def refuse(self) -> None:
-        """Raise what is wrong, if something is."""
+        """Raise the problems, if there are any."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
@@ -48,15 +48,15 @@ class Problems:
 
 
 UnitPatterns: TypeAlias = str | Sequence[str | tuple[str, ...]]
-"""Paths of modules; `*` stands for one part of a path, and a tuple is gathered together."""
+"""Paths of modules; `*` matches one part of a path, and the modules of a tuple are gathered together."""
 
 NameTable: TypeAlias = Mapping[str, tuple[DimName, ...] | None]
-"""Dim names by pattern of a leaf's path; `*` stands for anything, and the first pattern that fits counts."""
+"""Dim names by pattern of a leaf's path; `*` matches anything, and the first matching pattern counts."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One name of a parameter: where the unit that has it finds its value."""
+    """One name of a parameter in a unit, and the place of its value."""
 
     name: str  # in the module, such as `layers.3.attn.weight`
     leaf: int
@@ -67,7 +67,7 @@ class Weight:
 class ModuleUnit:
     """Modules that are gathered together, when the first of them is called."""
 
-    members: tuple[str, ...]  # their paths; empty for the root, which has what no other unit has
+    members: tuple[str, ...]  # their paths; empty for the root, which has the parameters of no other unit
     weights: tuple[Weight, ...]
     stack: str | None  # path of the stack that the only member is a block of, else None
 
@@ -77,22 +77,22 @@ class ModuleLeaf:
     """One leaf of the tree of parameters."""
 
     path: str
-    shape: tuple[int, ...]  # with the blocks that have it as first dim, where they are stacked
-    dtype: torch.dtype  # element type
-    sources: tuple[str, ...]  # names of the parameters that it is made of: one for each row of a stack, else one
-    stacked: bool  # whether its first dim is the blocks
-    trainable: bool  # whether the module asks for its gradient
+    shape: tuple[int, ...]  # the first dim of a stacked leaf counts the blocks
+    dtype: torch.dtype
+    sources: tuple[str, ...]  # names of its parameters: one for each row of a stack, else one
+    stacked: bool
+    trainable: bool  # whether the parameter requires gradients
     names: tuple[DimName, ...]
 
     def pattern(self) -> str | Rows:
-        """The name of its parameters; `{i}` stands for the row, or for what `Rows` says."""
+        """Build the name of its parameters, with `{i}` for the row; `Rows` if rows aren't numbered 0, 1, 2."""
         if not self.stacked:
             return self.sources[0]
         split = [source.split(".") for source in self.sources]
         first = split[0]
         start = _shared(split)
         end = _shared([parts[::-1] for parts in split])
-        if len(split) == 1:  # its number is that part of the name which the path of the leaf lacks
+        if len(split) == 1:  # the row key is the part of the name that the leaf's path lacks
             lacks = (k for k in range(len(first)) if ".".join([*first[:k], *first[k + 1 :]]) == self.path)
             start = next(lacks, 0)
             end = len(first) - start - 1
@@ -104,17 +104,17 @@ class ModuleLeaf:
 
 
 def _shared(names: Sequence[Sequence[str]]) -> int:
-    """How many first parts some names have in common."""
+    """Count the leading parts that some names share."""
     alike = [len({*parts}) == 1 for parts in zip(*names, strict=False)]
     return alike.index(False) if False in alike else len(alike)
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """See the module."""
+    """Leaves and units of a module."""
 
     leaves: tuple[ModuleLeaf, ...]  # of the tree of parameters
-    units: tuple[ModuleUnit, ...]  # the root first, the others in the order in which the module defines them
+    units: tuple[ModuleUnit, ...]  # the root first, the others in the order of their definition
 
     def __str__(self) -> str:
         units = [unit for unit in self.units if unit.weights]
@@ -124,10 +124,10 @@ class Anatomy:
 
 
 def nested(values: Mapping[str, Any]) -> Tree:
-    """A tree of dicts from what stands at dotted paths."""
+    """Build a tree of dicts from values at dotted paths."""
     above = {path[:i] for path in values for i, letter in enumerate(path) if letter == "."}
-    if clashes := [f"{path}: there are leaves below it" for path in values if path in above]:
-        raise ConfigError(message("gets two leaves at one path.", clashes, _RENAME))
+    if clashes := [f"{path}: it has leaves below it" for path in values if path in above]:
+        raise ConfigError(message("got two leaves at one path.", clashes, _RENAME))
     tree: dict[str, Any] = {}
     for path, value in values.items():
         *way, last = path.split(".")
@@ -138,7 +138,7 @@ def nested(values: Mapping[str, Any]) -> Tree:
     return tree
 
 
-_RENAME = "Rename what stands beside the blocks, or name each block as a unit of its own, without a star."
+_RENAME = "Rename the module next to the blocks, or pass each block as a separate unit, without a star."
 
 
 def plan_module(
@@ -156,16 +156,17 @@ def plan_module(
     patterns = _find_units(modules, [units] if isinstance(units, str) else list(units), problems)
     result = [ModuleUnit((), (), None), *patterns]
     is_sure = len(problems.errors) == before
-    # Every name of a parameter is kept until here: a tied one is used by several units, and has to be one leaf.
+    # Keep every name of a parameter: a tied parameter is used by several units and must become one leaf.
     uses = _uses(modules, result)
     homes: dict[int, list[tuple[int, str]]] = {}  # of each parameter, by identity: numbers of units, and names there
     for number, named in enumerate(uses):
         for name, parameter in named.items():
             homes.setdefault(id(parameter), []).append((number, name))
-    # First names of the parameters of blocks that no other unit has: these are stacked, others are tied.
+    # Parameters that only one block uses are stacked, by their first name; others are tied.
     alone = (every[0] for every in homes.values() if len({number for number, _ in every}) == 1)
     stacked = {name for number, name in alone if result[number].stack is not None}
     _check_blocks(result, uses, stacked, problems, ragged=ragged)
+    # The first unit that uses a parameter places it; a tied one gets the path of its first name outside of a stack.
     sources: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
     places: dict[int, tuple[str, int | None]] = {}
     for unit, named in zip(result, uses, strict=True):
@@ -180,14 +181,14 @@ def plan_module(
             places[id(parameter)] = path, len(rows) if name in stacked else None
             rows.append((name, parameter))
     twice = [f"{path}: {rows[0][0]}" for (path, s), rows in sources.items() if (path, not s) in sources]
-    problems.add(ConfigError, "gets two leaves at one path.", twice, _RENAME)
+    problems.add(ConfigError, "got two leaves at one path.", twice, _RENAME)
     leaves = tuple(_leaf(path, rows, stacked) for (path, stacked), rows in sources.items())
     numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
     planned: list[ModuleUnit] = []
     for unit, named in zip(result, uses, strict=True):
         weights = ((name, *places[id(parameter)]) for name, parameter in named.items())
         planned.append(replace(unit, weights=tuple(Weight(name, numbers[path], row) for name, path, row in weights)))
-    # Where a pattern has found no units, the names of the leaves outside of units are unknown.
+    # If a pattern matched no unit, leaves outside of units may get other paths: check only the leaves of units.
     known = leaves if is_sure else [leaves[i] for i in sorted({w.leaf for unit in planned[1:] for w in unit.weights})]
     _check_names(known, names, None if general or not is_sure else leaves, problems)
     problems.refuse()
@@ -197,7 +198,7 @@ def plan_module(
 def _find_units(
     modules: Mapping[str, nn.Module], patterns: Sequence[str | tuple[str, ...]], problems: Problems
 ) -> list[ModuleUnit]:
-    """The units that the patterns name, in the order of the module; a module belongs to the first that fits it."""
+    """Find the units of the patterns, in the module's order; a module belongs to the first pattern that matches."""
     odd = [repr(p) for p in patterns if not all(isinstance(x, str) for x in (p if isinstance(p, tuple) else (p,)))]
     problems.add(ConfigError, "needs patterns that are paths, or tuples of them.", odd, _STAR)
     patterns = [pattern for pattern in patterns if repr(pattern) not in odd]
@@ -211,7 +212,7 @@ def _find_units(
         taken |= {*good}
         missing = [one for one in together if not any(_fits(name, one) for name in good)]
         reasons = [f"{name} {_why_not(modules[name])}" for name in fits if name not in good and name in together]
-        wrong += reasons or [f"{one!r} fits no module" for one in missing]
+        wrong += reasons or [f"{one!r} matches no module" for one in missing]
         if isinstance(pattern, str) and "*" in pattern:
             stack = ".".join(part for part in pattern.split(".") if part != "*")
             result += [ModuleUnit((name,), (), stack) for name in good]
@@ -223,17 +224,17 @@ def _find_units(
     members = [name for unit in result for name in unit.members]
     inside = [f"{b} is inside {a}" for a in members for b in members if b.startswith(f"{a}.")]
     problems.add(ConfigError, "got units inside units.", inside, "Keep the outer or the inner ones.")
-    if inside:  # what else there is would be about units that are in two places
+    if inside:  # further problems would only follow from modules that are in two units
         problems.refuse()
     order = {name: i for i, name in enumerate(modules)}
     return sorted((unit for unit in result if unit.members), key=lambda unit: order[unit.members[0]])
 
 
-_STAR = "Name blocks by the path of their list and a star, such as units='layers.*'."
+_STAR = "Pass the path of the blocks' list and a star, such as units='layers.*'."
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a path fits a pattern, part by part."""
+    """Whether a path matches a pattern, part by part."""
     parts = name.split(".")
     wanted = pattern.split(".")
     return name != "" and len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
@@ -253,13 +254,13 @@ def _kind(module: nn.Module) -> str:
 
 
 def _uses(modules: Mapping[str, nn.Module], groups: Sequence[ModuleUnit]) -> list[dict[str, nn.Parameter]]:
-    """For each unit its parameters by name, with every name of one that has several."""
+    """Collect the parameters of each unit by name, under every name that they have."""
 
     def named(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:
         own = (child.named_parameters(path, recurse=False, remove_duplicate=False) for path, child in parts)
         return dict(chain.from_iterable(own))
 
-    # The first group is the root, which has what no unit has.
+    # The first group is the root, with the parameters of no other unit.
     inside = [[part for m in unit.members for part in modules[m].named_modules(prefix=m)] for unit in groups[1:]]
     taken = {id(child) for parts in inside for _, child in parts}
     left = ((path, child) for path, child in modules.items() if id(child) not in taken)
@@ -282,6 +283,7 @@ def _check_blocks(
             continue
         (member,) = unit.members
         kinds = {name[len(member) + 1 :]: _type(p, name in stacked) for name, p in named.items()}
+        # In a ragged stack, whose blocks may lack parameters, the first block with a parameter sets its shape.
         is_first = unit.stack not in firsts
         wanted = firsts.setdefault(unit.stack, {})
         if is_first or ragged:
@@ -291,8 +293,8 @@ def _check_blocks(
             where, a = wanted.get(name, (template, "not there"))
             b = kinds.get(name, "not there")
             wrong += [f"{name}: {a} in {where}, {b} in {member}"] if a != b else []
-    mend = "Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*')."
-    problems.add(TreeError, "can stack only blocks that are alike.", wrong, mend)
+    mend = "Put patterns for the blocks that differ first: units=('layers.0', 'layers.*')."
+    problems.add(TreeError, "can stack only blocks with equal parameters.", wrong, mend)
 
 
 def _type(parameter: nn.Parameter, stacked: bool) -> str:
@@ -312,40 +314,40 @@ def _leaf(path: str, rows: Sequence[tuple[str, nn.Parameter]], stacked: bool) ->
 def _check_names(
     leaves: Sequence[ModuleLeaf], table: NameTable | None, every: Sequence[ModuleLeaf] | None, problems: Problems
 ) -> None:
-    """Object to leaves that a table misses; and to its patterns that fit none of all leaves, where these are given."""
+    """Object to leaves without an entry in the table; and, given every leaf, to entries that match none."""
     if table is None:
         return
     missed = [leaf for leaf in leaves if not any(fnmatchcase(leaf.path, pattern) for pattern in table)]
     rows = [f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}" for leaf in missed]
     mend = "Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."
-    text = f"finds no names for {len(missed)} leaves; the table has {listed(map(repr, table), none='nothing')}."
+    text = f"finds leaves without names; the table has {listed(map(repr, table), none='nothing')}."
     problems.add(LayoutError, text, rows, mend)
     if every is None:
         return
     idle = [repr(pattern) for pattern in table if not any(fnmatchcase(leaf.path, pattern) for leaf in every)]
     rows = [*idle, "leaves are", *(f"  {leaf.path}" for leaf in every)] if idle else []
-    mend = "Take them out, or write them as the leaves are called; print(net) shows what names they get."
-    problems.add(LayoutError, "gets names for leaves that are not there.", rows, mend)
+    mend = "Remove them, or correct them; print(net) shows the leaves and their names."
+    problems.add(LayoutError, "got names that match no leaf.", rows, mend)
     hidden = shadowed(table, [leaf.path for leaf in every])
-    mend = "Put narrow patterns first: the first one that fits a leaf counts."
-    problems.add(LayoutError, "gets names that other patterns hide.", hidden, mend)
+    mend = "Put narrow patterns first: the first pattern that matches a leaf counts."
+    problems.add(LayoutError, "got names that earlier patterns hide.", hidden, mend)
 
 
 def shadowed(patterns: Iterable[str], paths: Sequence[str]) -> list[str]:
-    """Patterns that fit some path, but none first; one row each. A "*" is for leaves that no other fits, if any."""
+    """List patterns that earlier patterns hide on every path, one row each; a final "*" may match nothing."""
     earlier: list[str] = []
     rows: list[str] = []
     for pattern in patterns:
         fits = [path for path in paths if fnmatchcase(path, pattern)]
         hides = [next((p for p in earlier if fnmatchcase(path, p)), None) for path in fits]
         if fits and None not in hides and pattern != "*":
-            rows.append(f"{pattern!r} stands after {hides[0]!r}, which fits {fits[0]}")
+            rows.append(f"{pattern!r} is after {hides[0]!r}, which matches {fits[0]}")
         earlier.append(pattern)
     return rows
 
 
 def _named(leaves: tuple[ModuleLeaf, ...], table: NameTable | None) -> tuple[ModuleLeaf, ...]:
-    """The leaves with the dim names of a table."""
+    """Give the leaves the dim names of a table."""
 
     def named(leaf: ModuleLeaf) -> ModuleLeaf:
         given = next((names for pattern, names in (table or {}).items() if fnmatchcase(leaf.path, pattern)), None)

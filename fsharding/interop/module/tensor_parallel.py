@@ -1,4 +1,4 @@
-"""Torch's own layers over `tp`: which roles each can have, which options are refused, and what replaces a forward.
+"""Torch's layers over `tp`: the roles that each can have, and the forwards that replace theirs.
 
 Guarantee: outputs and gradients match one rank; an option of a constructor is honored, or refused by name.
 """
@@ -32,7 +32,7 @@ __all__ = [
 
 Role: TypeAlias = Literal["column", "row", "inside", "vocab", "logits"]
 Roles: TypeAlias = Mapping[str, Role]
-"""Roles by pattern of a module's path; `*` stands for anything, and the first pattern that fits counts."""
+"""Roles by pattern of a module's path; `*` matches anything, and the first matching pattern counts."""
 
 REPLACED: dict[str, type[nn.Module]] = {
     "column": nn.Linear, "row": nn.Linear, "logits": nn.Linear, "vocab": nn.Embedding,
@@ -41,7 +41,7 @@ REPLACED: dict[str, type[nn.Module]] = {
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NEVER_CALLED = "NonDynamicallyQuantizableLinear"
-"""The output projection of `nn.MultiheadAttention`, which reads its weight and never calls it."""
+"""The output projection of `nn.MultiheadAttention`, whose weight is read and whose forward is never called."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LayerRoles:
     """The roles of the layers of a module."""
 
     roles: Mapping[str, Role]  # by path, of layers that can have theirs
-    refused: Mapping[str, str]  # by path, why a layer cannot have the role of its pattern
+    refused: Mapping[str, str]  # the reason, by path, of layers that can't
 
     def __str__(self) -> str:
         return ", ".join(f"{path}: {role}" for path, role in self.roles.items()) or "none"
@@ -76,13 +76,13 @@ def _objection(layer: nn.Module, role: str) -> str | None:
     name = type(layer).__name__
     if kind is None:
         counts = any(m.training and getattr(m, "track_running_stats", False) for m in layer.modules())
-        return f"{name}, role {role!r} would give each rank running statistics of its own" if counts else None
+        return f"{name}, role {role!r} would give each rank different running statistics" if counts else None
     if not isinstance(layer, kind):
         return f"{name}, role {role!r} needs {kind.__name__}"
     if name == _NEVER_CALLED:
         return f"{name}, whose weight is read and which is never called: role {role!r} replaces its forward"
     if type(layer).forward is not kind.forward or type(layer).__call__ is not nn.Module.__call__:
-        return f"{name}, a {kind.__name__} with a forward of its own, which role {role!r} would replace"
+        return f"{name}, a {kind.__name__} with a custom forward, which role {role!r} would replace"
     if "forward" in vars(layer):
         return f"{name} with a forward assigned to it, which role {role!r} would replace"
     if any(getattr(layer, hooks) for hooks in _HOOKS):
@@ -93,23 +93,23 @@ def _objection(layer: nn.Module, role: str) -> str | None:
 def check_roles(module: nn.Module, roles: Roles, problems: Problems) -> None:
     """Object to roles: unknown ones, patterns that fit no layer, and layers that cannot have theirs."""
     known = get_args(Role)
-    wrong = [f"{pattern!r} has role {role!r}: there is none" for pattern, role in roles.items() if role not in known]
+    wrong = [f"{pattern!r} has the unknown role {role!r}" for pattern, role in roles.items() if role not in known]
     found = layer_roles(module, {pattern: role for pattern, role in roles.items() if role in known})
     wrong += [f"{path or 'the module'} is {reason}" for path, reason in found.refused.items()]
     paths = dict(module.named_modules())
     idle = [pattern for pattern in roles if not any(fnmatchcase(path, pattern) for path in paths)]
-    wrong += [f"{pattern!r} fits no module" for pattern in idle]
+    wrong += [f"{pattern!r} matches no module" for pattern in idle]
     wrong += shadowed(roles, [*paths])
-    mend = f"Give plain nn.Linear and nn.Embedding one of the roles {', '.join(map(repr, known))}, and others none."
+    mend = f"Give only plain nn.Linear and nn.Embedding layers a role, one of {', '.join(map(repr, known))}."
     problems.add(ConfigError, "cannot compute some layers over tp.", wrong, mend)
 
 
 _TABLE_OPTIONS = {
     "max_norm": "its forward writes to its weight",
-    "scale_grad_by_freq": "its gradient depends on row counts of the full batch, of which a rank has a part",
+    "scale_grad_by_freq": "its gradient depends on row counts of the full batch, which is sharded",
     "sparse": "its gradient is sparse, and gradients of leaves are dense",
 }
-"""Options of `nn.Embedding` and `nn.EmbeddingBag` that are refused, and why."""
+"""Options of `nn.Embedding` and `nn.EmbeddingBag` that are refused, with the reasons."""
 
 
 def check_options(module: nn.Module, problems: Problems) -> None:
@@ -120,7 +120,7 @@ def check_options(module: nn.Module, problems: Problems) -> None:
             where = f"{path or 'the module'} is {type(layer).__name__}"
             for name, why in _TABLE_OPTIONS.items():
                 value: Any = getattr(layer, name)
-                # A max_norm of 0 is one, too.
+                # Compare with None and False: a max_norm of 0 is an option too.
                 rows += [f"{where}, {name}={value!r}: {why}"] if value is not None and value is not False else []
     mend = "Make the layer without the option. Instead of max_norm=, normalize the rows that the forward looks up."
     problems.add(ConfigError, "cannot honor options of some layers.", rows, mend)
@@ -135,33 +135,31 @@ def check_options(module: nn.Module, problems: Problems) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- their forwards
-
-
 @dataclass
 class _Unit:
-    """The part of a forward that runs now: a unit, or the code around all of them."""
+    """The part of a forward that is running: a unit, or the code outside of units."""
 
-    seed: int | None = None  # that it draws from; None where nothing may be drawn
-    devices: tuple[torch.device, ...] = ()  # whose generators it may draw from
-    # activations that have entered a region, by the parent of its columns: before and after
+    seed: int | None = None  # of random operations; None if there must be none
+    devices: tuple[torch.device, ...] = ()  # with the generators that the part may use
+    # inputs of regions by the parent of the columns, before and after `copy_to_tp`
     known: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    inside: list[nn.Module] = field(default_factory=list)  # parents of the columns whose rows have not come yet
-    outside: list[Tensor] = field(default_factory=list)  # the states of the generators, as they were before the region
-    regions: int = 0  # how many there were
+    inside: list[nn.Module] = field(default_factory=list)  # parents of columns whose rows have not run yet
+    outside: list[Tensor] = field(default_factory=list)  # generator states from before the region
+    regions: int = 0  # number of regions so far
 
 
 class Entrances:
-    """Where regions begin and end, for what is shared by columns of one parent, and for what is drawn inside."""
+    """Tracks the regions between columns and rows, in which `tp` ranks hold different activations."""
 
-    # The columns share one sum in backward. In a region each rank draws for its own part from a seed of its own, and
-    # after it all draw alike again, since parts that are not equally large have drawn unequally often.
+    # The columns of one parent share one all-reduce in backward. Inside a region each rank uses a different seed. After
+    # it the generators are restored: shards of different sizes have used different amounts of random numbers.
 
     def __init__(self) -> None:
         self._unit = _Unit()
 
     @contextmanager
     def drawing(self, seed: int | None, device: torch.device | str) -> Generator[None]:
-        """A unit runs inside, with a seed of its own."""
+        """Run a unit in this block, with its own seed."""
         devices = () if _compat.makes_fakes() else tuple({torch.device("cpu"), torch.device(device)})
         around = self._unit
         self._unit = _Unit(seed, devices)
@@ -172,7 +170,7 @@ class Entrances:
             self._unit = around
 
     def begin(self, parent: nn.Module) -> None:
-        """A column begins a region, or goes on with it."""
+        """Begin a region at a column, or continue it."""
         unit = self._unit
         if unit.seed is not None and not unit.inside:
             unit.outside = [random_state(device) for device in unit.devices]
@@ -183,9 +181,9 @@ class Entrances:
         unit.inside += [parent] if parent not in unit.inside else []
 
     def end(self, parent: nn.Module) -> None:
-        """A row ends the region of its parent, or all where its parent has begun none."""
+        """End the region of a row's parent; if that has begun none, end all."""
         unit = self._unit
-        # Regions of two parents may overlap, such as attention beside an MLP: the generators change back after both.
+        # Regions of two parents may overlap, such as parallel attention and MLP: restore the generators after both.
         unit.inside = [p for p in unit.inside if p != parent] if parent in unit.inside else []
         if not unit.inside and unit.outside:
             for device, state in zip(unit.devices, unit.outside, strict=True):
@@ -193,19 +191,19 @@ class Entrances:
             unit.outside = []
 
     def enter(self, parent: nn.Module, x: Tensor) -> Tensor:
-        """What `ops.copy_to_tp` makes of x, once for each x of a parent."""
+        """Apply `ops.copy_to_tp`, once for each x of a parent."""
         known = self._unit.known.get(parent)
         if known is None or known[0] is not x:
             known = self._unit.known[parent] = x, ops.copy_to_tp(x)
         return known[1]
 
     def clear(self) -> None:
-        """Lets all activations go."""
+        """Free all activations."""
         self._unit.known.clear()
 
 
 _ODD = 0xD1342543DE82EF95
-"""Between seeds of regions (a multiplier of a linear congruential generator of 64 bits, Steele and Vigna 2021)."""
+"""Distance of the seeds of regions: a multiplier of a 64-bit LCG (Steele and Vigna 2022, arXiv:2001.05304)."""
 
 
 def install(module: nn.Module, roles: Mapping[str, Role]) -> Entrances:
@@ -213,7 +211,7 @@ def install(module: nn.Module, roles: Mapping[str, Role]) -> Entrances:
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):
             kind = type(layer)
-            # A base class, because a forward of the layer's own may call nn.Embedding's.
+            # A base class, because a custom forward of the layer may call nn.Embedding's.
             bases = (_Embedding,) if kind is nn.Embedding else (kind, _Embedding)
             layer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
     entrances = Entrances()
@@ -235,7 +233,7 @@ def install(module: nn.Module, roles: Mapping[str, Role]) -> Entrances:
 
 
 class _Embedding(nn.Embedding):
-    """An embedding whose gradient is summed in float32 at least."""
+    """An embedding with a gradient that is summed in at least float32."""
 
     def forward(self, input: Tensor) -> Tensor:
         return look_up(input, self.weight, self.padding_idx)
@@ -265,7 +263,7 @@ def _logits(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Ent
         return whole(x)
     own = F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
     start, stop = boxes.chunk(layer.out_features, axis_size("tp"), axis_index("tp"))
-    # A sum, because its transpose is the identity: all ranks go on with the same logits.
+    # A sum instead of an all-gather: its transpose is the identity, as the next operations are equal on all ranks.
     return ops.reduce_from_tp(F.pad(own, (start, layer.out_features - stop)))
 
 
@@ -286,7 +284,7 @@ def _inside(whole: _Forward, bare: Bare, siblings: Sequence[nn.Linear], /, *args
 
 
 class Bare(nn.Module):
-    """A module whose forward is a given function; the module that has the parameters is inside, as `inner`."""
+    """A module with a given function as its forward, and the module with the parameters as `inner`."""
 
     def __init__(self, inner: nn.Module, forward: _Forward) -> None:
         super().__init__()
@@ -294,5 +292,5 @@ class Bare(nn.Module):
         self._call = forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The given function."""
+        """Call the given function."""
         return self._call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Buffers that the forward of a module writes: which ones they are, and statistics that are summed over data ranks.
+"""Buffers that the forward of a module writes, and batch statistics over all data ranks.
 
 Guarantee: `nn.SyncBatchNorm` over any number of data ranks is the batch norm of their joint batch.
 """
@@ -30,14 +30,14 @@ __all__ = ["Place", "check_buffers", "places_of", "refuse_written", "synchronize
 
 
 class Place(NamedTuple):
-    """Where a buffer is: a submodule, and the name that it has there."""
+    """Where a buffer is: a submodule, and its name there."""
 
     owner: nn.Module
     key: str
 
 
 def places_of(module: nn.Module) -> dict[str, Place]:
-    """The places of all buffers by name; of a submodule with several paths, under the first one."""
+    """Find the places of all buffers by name; a submodule with several paths counts under the first."""
     return {
         joined(path, key): Place(owner, key)
         for path, owner in module.named_modules()
@@ -46,7 +46,7 @@ def places_of(module: nn.Module) -> dict[str, Place]:
 
 
 def written_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The names of buffers that a forward writes: torch's own norms in train mode, and what patterns match."""
+    """Name the buffers that a forward writes: torch's norms in train mode, and matches of the patterns."""
     return tuple(
         name
         for name, place in places_of(module).items()
@@ -55,7 +55,7 @@ def written_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ..
 
 
 def _is_written(owner: nn.Module) -> bool:
-    """Whether a module of torch writes its buffers in forward."""
+    """Whether a torch module writes its buffers in forward."""
     tracks = bool(getattr(owner, "track_running_stats", False))
     return owner.training and (tracks or isinstance(owner, _SpectralNorm))
 
@@ -69,7 +69,7 @@ def check_buffers(module: nn.Module, patterns: Sequence[str], problems: Problems
     for name in written_buffers(module, patterns):
         names.setdefault(id(getattr(*places[name])), []).append(name)
     rows += [f"{', '.join(same)} are one tensor" for same in names.values() if len(same) > 1]
-    mend = f"The buffers are {', '.join(places) or 'none'}; give each its own tensor."
+    mend = f"The buffers are {', '.join(places) or 'none'}; make each a separate tensor."
     problems.add(ConfigError, "cannot find the buffers that a forward writes.", rows, mend)
 
 
@@ -83,7 +83,7 @@ _HOOKS: dict[type, tuple[str, str]] = {
 
 
 def _check_hooks(module: nn.Module, problems: Problems) -> None:
-    """Object to hooks that assign a weight to a layer: its forward would not get the sharded parameters."""
+    """Object to hooks that assign a weight to a layer, whose forward wouldn't use the gathered parameters."""
     found = [
         (joined(path, getattr(hook, "name", "") or getattr(hook, "_tensor_name", "")), entry)
         for path, layer in module.named_modules()
@@ -97,13 +97,13 @@ def _check_hooks(module: nn.Module, problems: Problems) -> None:
 
 
 def refuse_written(module: nn.Module, problems: Problems) -> None:
-    """Object to buffers that the forward writes, for a `Model`: its parts have no place for new values."""
+    """Object to buffers that the forward writes: the parts of a `Model` can't return new values."""
     rows = [f"{name} of {type(places_of(module)[name].owner).__name__}" for name in written_buffers(module, ())]
     mend = (
-        "Use fs.functionalize, which carries them on meshes without pp; or put these modules in eval mode, or give them"
-        " no running statistics, such as nn.GroupNorm."
+        "Use fs.functionalize, which supports them on meshes without pp, put these modules in eval mode, or use modules"
+        " without running statistics, such as nn.GroupNorm."
     )
-    problems.add(ConfigError, "has no place for buffers that the forward writes.", rows, mend)
+    problems.add(ConfigError, "does not support buffers that the forward writes.", rows, mend)
 
 
 # -------------------------------------------------------------------------------------------------------- SyncBatchNorm
@@ -112,13 +112,13 @@ def synchronize(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, _NormBase) and layer.track_running_stats:
             vars(layer)["forward"] = functools.partial(_mixed, layer, layer.forward, Bare(layer, layer.forward))
-        if isinstance(layer, nn.SyncBatchNorm):  # in eval mode it computes as the norm above
+        if isinstance(layer, nn.SyncBatchNorm):  # in eval mode it calls the forward above
             vars(layer)["forward"] = functools.partial(_synchronized, layer, layer.forward)
 
 
 def _mixed(layer: Any, whole: Callable[[Tensor], Tensor], bare: nn.Module, x: Tensor) -> Tensor:
-    """The forward of a norm whose statistics stay in float32 where a precision casts its weights."""
-    # Torch's kernels take inputs of a lower dtype than both, but not weights of another dtype than the statistics.
+    """Forward of a norm with float32 statistics and weights that a precision may have cast."""
+    # Torch's kernels accept inputs of a lower dtype, but weights and statistics must have the same dtype.
     weights: dict[str, Tensor] = dict(layer.named_parameters())
     dtype = layer.running_mean.dtype
     if all(w.dtype == dtype for w in weights.values()):
@@ -128,14 +128,14 @@ def _mixed(layer: Any, whole: Callable[[Tensor], Tensor], bare: nn.Module, x: Te
 
 
 def _synchronized(layer: Any, whole: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The forward of a batch norm with statistics over all data ranks."""
+    """Forward of a batch norm with statistics over all data ranks."""
     if not layer.training:
         return whole(x)
     layer._check_input_dim(x)
     dims = [0, *range(2, x.ndim)]
     shape = (1, -1, *(1,) * (x.ndim - 2))
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    # The mean first: a sum of squares alone loses the variance of values far from 0.
+    # Two passes: the variance as a difference of sums is inaccurate for values far from 0.
     count = _sum_over_data(torch.full((), x.numel() // x.shape[1], dtype=torch.float64, device=x.device))
     count = count.to(wide.dtype)
     mean = _sum_over_data(wide.sum(dims)) / count
@@ -159,6 +159,6 @@ def _track(layer: Any, mean: Tensor, variance: Tensor) -> None:
 
 
 def _sum_over_data(x: Tensor) -> Tensor:
-    """The sum over data ranks, which each of them uses in its own way; in backward its gradients are summed, too."""
+    """Sum over data ranks; backward sums the gradients too, since each rank uses the result differently."""
     axes = [axis for axis in DATA_AXES if axis_size(axis) > 1]
     return ops.pvary(ops.psum(x, axes), axes) if axes else x

@@ -69,7 +69,7 @@ def trained(folder, axes):
     elif own.exists():
         text = refusal(fs.checkpoint.load, own, layout, data=loader, kind=CheckpointError)
         assert f"got positions of 2 data ranks in {own}, and the mesh has 1." in text
-        assert "The position of fs.data.packed goes to any mesh." in text and loader.at == index
+        assert "The position of fs.data.packed loads on any mesh." in text and loader.at == index
     return seen
 
 

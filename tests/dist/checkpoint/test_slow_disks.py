@@ -149,8 +149,8 @@ def test_a_rank_that_writes_for_long_says_where(tmp_path, how):
         [
             (
                 "WARNING",
-                f"{name} has written to {tmp_path / '7'} for 0.3 s on rank 1, and is not done: its file system is slow.\n"
-                "Other ranks wait for it as long as its timeout= allows.",
+                f"{name} has been writing to {tmp_path / '7'} for 0.3 s on rank 1: its file system is slow.\n"
+                "Other ranks wait for it up to timeout=.",
             )
         ],
     ]

@@ -446,14 +446,14 @@ def test_roles_that_modules_of_others_cannot_have_are_refused_with_the_layer(tra
     attn = "model.layers.0.self_attn"
     wanted = {
         "Olmo2": [
-            f"{attn}.{x}_proj has role 'column', of whose {n} outputs a rank has {n // 2}: {attn}.{x}_norm (Olmo2RMSNorm) "
+            f"{attn}.{x}_proj has role 'column', and a rank has {n // 2} of its {n} outputs: {attn}.{x}_norm (Olmo2RMSNorm) "
             "takes mean over all of them"
             for x, n in (("q", 16), ("k", 8))
         ],
         "Phi3": [
-            f"{attn}.qkv_proj has role 'column', of whose 32 outputs a rank has 16: Phi3Attention takes them apart by place",
-            "model.layers.0.mlp.gate_up_proj has role 'column', of whose 48 outputs a rank has 24: Phi3MLP takes them "
-            "apart by place",
+            f"{attn}.qkv_proj has role 'column', and a rank has 16 of its 32 outputs: Phi3Attention selects some by index",
+            "model.layers.0.mlp.gate_up_proj has role 'column', and a rank has 24 of its 48 outputs: Phi3MLP selects some by "
+            "index",
         ],
     }
     for kind, (names, roles) in tables.items():

@@ -172,7 +172,7 @@ def test_a_failure_at_the_end_of_the_process_is_its_exit_status(tmp_path):
     done = run_program(tmp_path, "fail")
     assert (done.returncode, done.stdout) == (1, "not flushed")
     full_disk = f"OSError: [Errno 28] No space left on device: '{tmp_path / 'a'}'"
-    assert done.stderr == f"CheckpointError: fs.checkpoint.save failed.\n  {full_disk}\n"
+    assert done.stderr == f"CheckpointError: fs.checkpoint.save_async failed.\n  {full_disk}\n"
     assert os.listdir(tmp_path) == ["program.py"]
     done = run_program(tmp_path, "fail", "raise")
     assert done.returncode == 1
@@ -186,7 +186,7 @@ def test_two_threads_that_write_one_target(tmp_path, gate):
     assert gate.begun.wait(20)
     text = refusal(ck.saving.plan_save(tmp_path / "a", at_step(2)).run)
     assert text == (
-        f"fsharding cannot write {tmp_path / 'a'}: another save is writing it.\nWait for it, or give another path."
+        f"fsharding cannot write {tmp_path / 'a'}: another save is writing it.\nWait for it, or pass a different path."
     )
     assert os.path.isdir(tmp_path / ".a.partial")
     gate.set()
@@ -355,7 +355,7 @@ def test_checkpointer_numbers(tmp_path, numbers):
     rows = "".join(f"  {name}={value}\n" for name, value in numbers.items())
     assert text == (
         f"fs.checkpoint.Checkpointer cannot keep fewer than one.\n{rows}"
-        "Give numbers of at least 1; keep=None keeps all."
+        "Pass numbers of at least 1; keep=None keeps all."
     )
 
 

@@ -200,7 +200,7 @@ def test_extra_has_to_be_json(tmp_path):
     assert text == (
         "fs.checkpoint.save cannot write `extra` as JSON.\n"
         "  Object of type Tensor is not JSON serializable\n"
-        "Give it dicts, lists, strings, finite numbers, booleans and None only."
+        "Pass only dicts, lists, strings, finite numbers, booleans and None."
     )
     assert "not JSON compliant" in refusal(ck.save, tmp_path / "a", state, extra=float("nan"))
     assert os.listdir(tmp_path) == []
@@ -243,7 +243,7 @@ def test_no_checkpoint(tmp_path):
     reasons = {
         "absent": "there is no such directory",
         "empty": "the directory is empty",
-        "file": "it is no directory",
+        "file": "it isn't a directory",
         "half": "there is no manifest.json in it, so its save was never finished",
         "odd": "its manifest.json isn't a plain file",
     }
@@ -268,7 +268,7 @@ def test_flipped_bit(saved, name, where):
     assert re.fullmatch(
         f"fs.checkpoint.load refuses {re.escape(str(saved))}: 1 of its 2 files are damaged.\n"
         f"  {re.escape(name)} has the sha256 [0-9a-f]{{12}}..., the manifest says [0-9a-f]{{12}}...\n"
-        "Use another checkpoint, or a copy of this one.",
+        "Use a different checkpoint, or a copy of this one.",
         text,
     )
 
@@ -283,13 +283,13 @@ def test_truncated_missing_swapped_linked(saved, tmp_path):
         f"fs.checkpoint.load refuses {saved}: 2 of its 2 files are damaged.\n"
         "  .metadata is missing\n"
         f"  __0_0.distcp has 100 bytes, the manifest says {size:,}\n"
-        "Use another checkpoint, or a copy of this one."
+        "Use a different checkpoint, or a copy of this one."
     )
     ck.save(saved, state_of(planned()))
     (tmp_path / "elsewhere").write_bytes(other)
     data.unlink()
     data.symlink_to(tmp_path / "elsewhere")
-    assert "__0_0.distcp is no plain file" in refusal(ck.load, saved, planned())
+    assert "__0_0.distcp isn't a plain file" in refusal(ck.load, saved, planned())
     state = state_of(planned())
     ck.save(saved, state.replace(key=fs.random.key(99)))
     shutil.copy(tmp_path / "elsewhere", data)
@@ -327,19 +327,19 @@ def test_file_names_stay_inside(saved, files):
     named = {name: ck.SavedFile(size, ("",)) for name, (size, _) in files.items()}
     manifest = dataclasses.replace(ck.metadata(saved), files=named)
     (saved / "manifest.json").write_text(manifests.text_of(manifest))
-    assert "ValueError: no name of a file, or dtype" in refusal(ck.load, saved, planned())
+    assert "ValueError: not a file name or dtype" in refusal(ck.load, saved, planned())
 
 
 def test_unknown_dtype_in_the_manifest(saved):
     reseal(saved, tree={"step": ck.SavedLeaf((), "load", None)})
-    assert "no name of a file, or dtype: 'step: load'" in refusal(ck.load, saved, planned())
+    assert "not a file name or dtype: 'step: load'" in refusal(ck.load, saved, planned())
 
 
 def test_step_of_manifest_and_files(saved):
     reseal(saved, step=13)
     assert refusal(ck.load, saved, planned()) == (
         f"fs.checkpoint.load refuses {saved}: its manifest says step 13, its files step 12.\n"
-        "Use another checkpoint, or a copy of this one."
+        "Use a different checkpoint, or a copy of this one."
     )
 
 
@@ -549,7 +549,7 @@ def test_leaves_that_cannot_be_saved(tmp_path):
     assert refusal(ck.save, tmp_path / "a", state.replace(opt_state=twice)) == (
         "fs.checkpoint.save found paths that name two leaves.\n"
         "  opt_state.a.b\n"
-        "Rename a key: a dot in a key makes two paths one."
+        "Rename a key: keys with dots can make two paths equal."
     )
     state.donate()
     with pytest.raises(DonatedError):
@@ -565,7 +565,7 @@ def test_nothing_but_a_checkpoint_is_overwritten(tmp_path):
     for name in ("mine", "file"):
         assert refusal(ck.save, tmp_path / name, state) == (
             f"fs.checkpoint.save cannot write {tmp_path / name}: it exists and is not a checkpoint.\n"
-            "Give another path; nothing but a checkpoint is ever overwritten."
+            "Pass a different path; only checkpoints are ever overwritten."
         )
     assert (tmp_path / "mine" / "thesis.tex").exists()
     assert sorted(os.listdir(tmp_path)) == ["file", "mine"]
@@ -677,7 +677,7 @@ def test_a_directory_that_is_not_shared(tmp_path):
     (tmp_path / ".a.partial").mkdir()
     files = {"__1_0.distcp": ck.SavedFile(3, ("",))}
     assert refusal(directory.commit, tmp_path / "a", "", files) == (
-        f"fsharding needs a directory that all ranks share, and {tmp_path} is none.\n"
-        "  __1_0.distcp: not seen whole by rank 0\n"
-        "Give a path on a file system that every host has mounted, at the same place."
+        f"fsharding needs a directory that all ranks share; {tmp_path} isn't shared.\n"
+        "  __1_0.distcp: incomplete on rank 0\n"
+        "Pass a path on a file system that every host has mounted at the same place."
     )

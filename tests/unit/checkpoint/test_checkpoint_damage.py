@@ -83,7 +83,7 @@ def test_added_files_and_directories_change_nothing(saved):
 def test_links_are_not_followed(saved, tmp_path, name):
     shutil.move(saved / name, tmp_path / "elsewhere")
     (saved / name).symlink_to(tmp_path / "elsewhere")
-    assert f"{name} is no plain file" in outcome(saved, None, planned())
+    assert f"{name} isn't a plain file" in outcome(saved, None, planned())
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(saved, monkeypatch):
@@ -152,8 +152,8 @@ STRIDED = record_of(torch.arange(60.0)[4:46:2].as_strided((7, 3), (1, 14), 3))
 @pytest.mark.parametrize(
     ("record", "row"),
     [
-        (b"", "it is no torch.save record"),
-        (b"junk" * 99, "it is no torch.save record"),
+        (b"", "it isn't a torch.save record"),
+        (b"junk" * 99, "it isn't a torch.save record"),
         (record_of({"a": TABLE}), "it holds a dict, no tensor"),
         (record_of([TABLE]), "it holds a list, no tensor"),
         (record_of(torch.nn.Parameter(TABLE)), "it holds a torch._utils._rebuild_parameter, no tensor"),
@@ -162,7 +162,7 @@ STRIDED = record_of(torch.arange(60.0)[4:46:2].as_strided((7, 3), (1, 14), 3))
         (members(record_of(TABLE), data_0=b"\0" * 80), "it has 80 bytes of values, fewer than"),
         (members(record_of(TABLE), data_0=None), "it has no data/0"),
         (members(record_of(TABLE), data_pkl=None), "it has no data.pkl"),
-        (members(record_of(TABLE), byteorder=b"big"), "another byte order"),
+        (members(record_of(TABLE), byteorder=b"big"), "a different byte order"),
         (members(record_of(TABLE), zipfile.ZIP_DEFLATED), "is compressed or encrypted"),
         (members(record_of(TABLE), data_pkl=b"\x80\x02" + b"(" * (1 << 17)), "more than a tensor's"),
         (members(record_of(TABLE), data_pkl=b"\x80\x02."), "its pickle is broken"),
@@ -225,7 +225,7 @@ def test_paths_in_the_metadata_stay_inside(saved, name):
     ("backend", "mend"),
     [
         ("torch_dist", "Read it with fs.megatron.load(path, layout, config), or fs.megatron.load_state."),
-        ("zarr", "Give a directory that fs.checkpoint.save has written."),
+        ("zarr", "Pass a directory that fs.checkpoint.save has written."),
     ],
 )
 def test_formats_of_megatron_are_refused_by_name(tmp_path, backend, mend):
@@ -282,5 +282,5 @@ def test_a_structure_with_leaves_that_are_not_listed_is_refused(tmp_path):
     assert refusal(ck.load, tmp_path / "a", layout) == (
         "fs.checkpoint.load cannot read a checkpoint whose optimizer state has 1 leaves that it does not list.\n"
         "  opt_state.lost\n"
-        "Use another checkpoint, or a copy of this one; or give the optimizer, opt=."
+        "Use a different checkpoint, or a copy of this one; or pass the optimizer, opt=."
     )

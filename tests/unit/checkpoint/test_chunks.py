@@ -15,7 +15,7 @@ from fsharding.sharding.named_sharding import LeafType
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import planned, read_metadata, refusal, reseal, state_of
 
-NEEDED = "Use another checkpoint, or a copy of this one."
+NEEDED = "Use a different checkpoint, or a copy of this one."
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_leaves_that_only_one_of_the_two_has(saved):
     reseal(saved, chunks=rest)
     assert "  params.table: its 0 chunks have 0 of 21 elements" in refusal(ck.load, saved, planned())
     reseal(saved, chunks=found.chunks | {"other": "0 64"})
-    assert "  other: is no leaf" in refusal(ck.load, saved, planned())
+    assert "  other: isn't a leaf" in refusal(ck.load, saved, planned())
 
 
 @pytest.mark.parametrize("table", [[], ["0 64"], "0 64", 3, {"step": 3}, {"step": ["0 64"]}, {"step": None}])

@@ -16,7 +16,7 @@ from torch import nn
 import fsharding as fs
 from fsharding.base.errors import LayoutError
 from fsharding.checkpoint import byte_ranges
-from fsharding.foreign.name_map import naming, our_box, parts
+from fsharding.foreign.name_map import parts, parts_by_leaf
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
@@ -249,14 +249,21 @@ def test_a_file_that_shrinks_is_an_error(tmp_path):
 # --------------------------------------------------------------------------------------------------------------- names
 def test_names_cut_stacks_and_transpose():
     found = list(parts("layers.{i}.w", (2, 3, 4)))
-    assert [(part.name, part.lead, part.shape) for part in found] == [
-        ("layers.0.w", (0,), (3, 4)), ("layers.1.w", (1,), (3, 4))
+    assert [(part.name, part.box, part.shape) for part in found] == [
+        ("layers.0.w", ((0, 1), (0, 3), (0, 4)), (3, 4)), ("layers.1.w", ((1, 2), (0, 3), (0, 4)), (3, 4))
     ]  # fmt: skip
     (part,) = parts(fs.foreign.Transposed("w"), (5, 3, 4))
-    assert part.shape == (5, 4, 3) and our_box(part, ((0, 5), (1, 2), (0, 3))) == ((0, 5), (0, 3), (1, 2))
+    assert part.shape == (5, 4, 3) and part.ours(((0, 5), (1, 2), (0, 3))) == ((0, 5), (0, 3), (1, 2))
+    assert part.there(((0, 5), (0, 3), (1, 2))) == ((0, 5), (1, 2), (0, 3))
     experts = [part.name for part in parts("layers.{i}.experts.{j}.w", (2, 2, 3))]
     assert experts == [f"layers.{i}.experts.{j}.w" for i in (0, 1) for j in (0, 1)]
-    assert naming({"a": "b"})("a") == "b" and naming({"a": "b"})("c") == "c" and naming(str.upper)("c") == "C"
+    shapes = {"a": (1,), "c": (1,)}
+    named = [parts_by_leaf(names, shapes, []) for names in (None, {"a": "b"}, str.upper)]
+    assert [[part.name for own in leaves.values() for part in own] for leaves in named] == [
+        ["a", "c"],
+        ["b", "c"],
+        ["A", "C"],
+    ]
 
 
 MODEL_NAMES = {"blocks.w": fs.foreign.Transposed("h.{i}.mlp.weight"), "blocks.b": "h.{i}.mlp.bias", "table": "wte"}

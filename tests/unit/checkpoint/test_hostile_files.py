@@ -425,7 +425,7 @@ def test_a_config_of_very_many_layers_is_refused_at_once(tmp_path):
             layout = fs.plan_layout(fs.models.decoder(hf.config_of(model)), fs.AbstractMesh(("dp",), (1,)))
             layout = layout.with_mesh(fs.make_mesh(device="cpu"))
             text = refusal(hf.load, model, layout)
-    assert len(text) < 5_000 and "blocks.wq is more tensors than the 21 that are there" in text
+    assert len(text) < 5_000 and "blocks.wq has more tensors than the 21 of the files" in text
 
 
 EVIL = "w\x1b]0;owned\x07\nparams.fine: all is well\x1b[31m"
@@ -508,9 +508,9 @@ def test_inspect_says_what_a_directory_is_instead(saved, tmp_path, capsys):
             "torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished: it has no manifest.json",
             "Read the tensors of such a directory with fs.foreign.load_weights(path, layout, names).",
         ),
-        (run, "it is the directory of a run", f"Give one of its checkpoints, such as the newest: {run}/ckpt/0"),
-        (run / "ckpt", "it is a directory of checkpoints", f"Give one of its checkpoints, such as the newest: {run}/ckpt/0"),
-        (empty, "it is the directory of a run that has no complete checkpoint", "Give the directory of another run."),
+        (run, "it is the directory of a run", f"Pass one of its checkpoints, such as the newest: {run}/ckpt/0"),
+        (run / "ckpt", "it is a directory of checkpoints", f"Pass one of its checkpoints, such as the newest: {run}/ckpt/0"),
+        (empty, "it is the directory of a run that has no complete checkpoint", "Pass the directory of a different run."),
     ):  # fmt: skip
         status, text = shown(capsys, path)
         if path in (run, run / "ckpt"):
@@ -595,12 +595,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_parameters": YARN | {"beta_slow": "x"}}, "beta_slow of the rotary positions is 'x': a number"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000: at most 10,000"),
         ({"vocab_size": 10**30}, "vocab_size is 1,000,000,000,000,000,000,000,000,000,000: at most 16,777,216"),
-        ({"num_hidden_layers": 10**4, "hidden_size": 2**24, "intermediate_size": 2**24, "num_attention_heads": 2**20}, "one leaf of it would have "),
-        ({"num_key_value_heads": -1}, "num_key_value_heads is -1: a whole number above 0"),
-        ({"num_key_value_heads": "1"}, "num_key_value_heads is '1': a whole number above 0"),
-        ({"head_dim": 4.0}, "head_dim is 4.0: a whole number above 0"),
-        ({"layer_types": 3}, "layer_types is 3: models.decoder has no such thing"),
-        ({"layer_types": [["full_attention"]]}, "layer_types is [['full_attention']]: models.decoder has no such thing"),
+        ({"num_hidden_layers": 10**4, "hidden_size": 2**24, "intermediate_size": 2**24, "num_attention_heads": 2**20}, "one leaf would have "),
+        ({"num_key_value_heads": -1}, "num_key_value_heads is -1: an integer above 0"),
+        ({"num_key_value_heads": "1"}, "num_key_value_heads is '1': an integer above 0"),
+        ({"head_dim": 4.0}, "head_dim is 4.0: an integer above 0"),
+        ({"layer_types": 3}, "layer_types is 3: models.decoder does not support it"),
+        ({"layer_types": [["full_attention"]]}, "layer_types is [['full_attention']]: models.decoder does not support it"),
         ({"model_type": ["llama"]}, "model_type is ['llama']"),
     ],
 )  # fmt: skip
@@ -622,7 +622,7 @@ def test_config_files_that_are_none(data, row, tmp_path):
     with at_most():
         assert refusal(hf.config_of, tmp_path) == (
             f"fs.hf.config_of cannot read {tmp_path}/config.json.\n  {row}\n"
-            "Give a directory that has a config.json, as save_pretrained of transformers makes it."
+            "Pass a directory that has a config.json, as save_pretrained of transformers writes it."
         )
 
 
@@ -635,19 +635,19 @@ def test_a_decoder_refuses_numbers_that_compute_nothing():
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (("tree", "params.table", "shape"), [7, 3.0], "no shape, or spec: params.table"),
-        (("tree", "params.table", "shape"), [2**62, 2**62], "no shape, or spec: params.table"),
-        (("tree", "params.table", "spec"), 3, "no shape, or spec: params.table"),
-        (("tree", "params.table", "dtype"), ["float32"], "no name of a file, or dtype"),
+        (("tree", "params.table", "shape"), [7, 3.0], "not a shape or spec: params.table"),
+        (("tree", "params.table", "shape"), [2**62, 2**62], "not a shape or spec: params.table"),
+        (("tree", "params.table", "spec"), 3, "not a shape or spec: params.table"),
+        (("tree", "params.table", "dtype"), ["float32"], "not a file name or dtype"),
         (("files", ".metadata", "bytes"), -1, "checksums of"),
-        (("files", ".metadata", "bytes"), "1", "its size and checksums are none"),
-        (("files", ".metadata", "sha256"), [3], "its size and checksums are none"),
+        (("files", ".metadata", "bytes"), "1", "its size or checksums have wrong types"),
+        (("files", ".metadata", "sha256"), [3], "its size or checksums have wrong types"),
         (("files", ".metadata", "block"), 1 << 40, "checksums of"),
         (("layout", "mesh"), ["dp"], "AttributeError"),
-        (("layout", "mesh"), {"dp": "2"}, "the mesh of its layout is none"),
-        (("layout", "frozen"), {"a": 1}, "the frozen leaves of its layout are none"),
+        (("layout", "mesh"), {"dp": "2"}, "the mesh of its layout is invalid"),
+        (("layout", "frozen"), {"a": 1}, "the frozen leaves of its layout are invalid"),
         (("layout",), 3, "AttributeError"),
-        (("step",), 1.5, "its step is no whole number but of type float"),
+        (("step",), 1.5, "its step is a float, not an int"),
     ],
 )  # fmt: skip
 def test_manifests_that_somebody_sealed_again(saved, path, value, reason):
@@ -674,7 +674,7 @@ def test_layouts_of_manifests_that_somebody_sealed_again(saved):
     for shape in ([2**62, 3], [7, 3.0], [-1], "ab"):
         plain = {**found.layout, "params": {**params, "table": {**params["table"], "shape": shape}}}
         text = refusal(ck.layout_of, dataclasses.replace(found, layout=plain), fs.AbstractMesh(("dp",), (2,)))
-        assert text == "fs.checkpoint.layout_of finds no layout in the manifest.\n  ValueError: no shape: table"
+        assert text == "fs.checkpoint.layout_of finds no layout in the manifest.\n  ValueError: not a shape: table"
 
 
 def test_what_cannot_be_read_again_is_not_saved(tmp_path):
@@ -811,9 +811,7 @@ def test_leaves_larger_than_the_memory_are_refused(saved):
     reseal(saved, tree=tree)
     with at_most():
         text = refusal(ck.load_leaves, saved, "params.table")
-    assert text.startswith(
-        f"fs.checkpoint.load_leaves cannot hold 13,194,139,533,312 bytes of {saved} whole: this machine"
-    )
+    assert text.startswith(f"fs.checkpoint.load_leaves cannot load 13,194,139,533,312 bytes of {saved}: this machine")
 
 
 def test_a_large_extra_is_not_saved(saved, monkeypatch):
@@ -880,7 +878,7 @@ def test_a_manifest_that_no_load_would_read_is_not_written(saved, save, monkeypa
     monkeypatch.setattr(manifest, "limits", lambda others: (64 << 20, 1000))
     text = refusal(save, saved, a_state(), extra=[1] * 1500, kind=CheckpointError)
     assert text.startswith("fs.checkpoint.save cannot write a manifest.json that no load would read.\n  it has 1,")
-    assert " values; at most 1,000 are read beside " in text
+    assert " values; at most 1,000 are read for " in text
     assert unchanged(saved.parent) == ["0"] and (saved / "manifest.json").read_bytes() == before
 
 
@@ -984,6 +982,6 @@ def test_only_what_a_save_left_is_cleared_away(call, saved, tmp_path):
     (left := tmp_path / ".out.partial").mkdir()
     (left / "thesis.tex").write_text("years of work")
     before = unchanged(tmp_path)
-    with pytest.raises(CheckpointError, match=r"something that no save has left is there(.|\n)*thesis\.tex"):
+    with pytest.raises(CheckpointError, match=r"has content that no save has written(.|\n)*thesis\.tex"):
         write_out(call, saved, tmp_path / "out")
     assert unchanged(tmp_path) == before

@@ -137,7 +137,7 @@ def test_reshard_replaces_a_checkpoint_and_nothing_else(saved, tmp_path):
 @pytest.mark.parametrize(
     ("axes", "kind", "text"),
     [
-        ({"dp": -1}, MeshError, "got an axis of size -1.\nGive every size: their product is the number of ranks."),
+        ({"dp": -1}, MeshError, "got an axis of size -1.\nPass every size: their product is the number of ranks."),
         ({"dp": 0}, MeshError, "got dp=0.\nA size is at least 1; one axis may be -1."),
         ({"tp": 2, "mp": 2}, MeshError, "got an unknown axis 'mp'. Axes are pp, replica, dp, ep, cp, tp."),
     ],
@@ -152,7 +152,7 @@ def test_a_checkpoint_is_not_resharded_onto_itself(saved, tmp_path):
     (tmp_path / "link").symlink_to(saved)
     for target in (saved, tmp_path / "link"):
         assert refusal(ck.reshard_checkpoint, saved, target, {"dp": 2}) == (
-            f"fs.checkpoint.reshard_checkpoint cannot write {saved} over itself.\nGive another directory."
+            f"fs.checkpoint.reshard_checkpoint cannot write {saved} over itself.\nPass a different directory."
         )
 
 
@@ -225,7 +225,7 @@ def test_an_export_writes_over_nothing(saved, tmp_path):
     assert refusal(fs.foreign.export, saved, tmp_path / "out", "numpy") == (
         f"fs.foreign.export cannot write {tmp_path}/out.\n"
         "  format is 'numpy': formats are torch, safetensors, dcp\n"
-        f"  {tmp_path}/out: something is there, and nothing is ever overwritten\nChange these arguments."
+        f"  {tmp_path}/out: the path exists, and is never overwritten\nChange these arguments."
     )
 
 

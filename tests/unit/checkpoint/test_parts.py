@@ -278,7 +278,7 @@ def test_a_manifest_of_before_there_were_formats(tmp_path):
 def test_dim_names_as_plain_data():
     for names in (None, (), ("layers", None, "embed")):
         assert names_from_plain(plain_names(names)) == names
-    with pytest.raises(ValueError, match="no dim name"):
+    with pytest.raises(ValueError, match="not a dim name"):
         names_from_plain([3])
 
 

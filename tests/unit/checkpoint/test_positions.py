@@ -120,11 +120,11 @@ def test_refusals(state, tmp_path):
     load, layout = fs.checkpoint.load, state.layout
     assert refusal(load, tmp_path / "0", layout, data=Counter()) == (
         f"fs.checkpoint.load finds no position of data in {tmp_path / '0'}.\n"
-        "It was saved without data=: load it without data= as well, and bring the data to its place yourself."
+        "It was saved without data=: load it without data= too, and set the position of the data yourself."
     )
     assert refusal(fs.checkpoint.Checkpointer, tmp_path, data=[1], kind=ArgumentError) == (
         "fs.checkpoint.Checkpointer takes data with a position, got a list without state_dict and load_state_dict.\n"
-        "Give fs.data.packed(...), or a torchdata.stateful_dataloader.StatefulDataLoader; or leave data= out."
+        "Pass fs.data.packed(...) or a torchdata.stateful_dataloader.StatefulDataLoader, or omit data=."
     )
     assert refusal(fs.checkpoint.save, tmp_path / "1", state, data=Counter({"a": [object()]})).startswith(
         "fs.checkpoint.save cannot write 1 values of the position of a Counter.\n  at.a[0] is an object\n"

@@ -219,4 +219,4 @@ def test_values_of_weights_outside_of_their_unit_are_still_refused():
     layout = fs.plan_layout(net, fs.make_mesh(device="cpu"))
     state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout)
     text = refusal(fs.value_and_grad(lambda p: net(p, INPUTS, ROWS).sum()), state.params)
-    assert "head.weight" in text and "to asked for them elsewhere" in text
+    assert "head.weight" in text and "to used them outside" in text

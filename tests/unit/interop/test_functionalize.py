@@ -471,14 +471,14 @@ class Fused(nn.Module):
 FUSED = {"*.qkv.weight": ("heads", None), "*.qkv.bias": ("heads",), "*.out.weight": (None, "heads"),
          "*.gate_up.weight": ("mlp", None), "*.gate_up.bias": ("mlp",), "*.down.weight": (None, "mlp"), "*": None}  # fmt: skip
 FUSED_ROLES = {"*.qkv": "column", "*.out": "row", "*.norm": "inside", "*.gate_up": "column", "*.down": "row"}
-QKV = "layers.0.qkv has role 'column', of whose 24 outputs a rank has 12"
+QKV = "layers.0.qkv has role 'column', and a rank has 12 of its 24 outputs"
 UNFIT = {
     "interleaved": None,
-    "places": f"{QKV}: Attended takes them apart by place",
-    "parts": f"{QKV}: Attended takes them apart by place",
+    "places": f"{QKV}: Attended selects some by index",
+    "parts": f"{QKV}: Attended selects some by index",
     "norm": f"{QKV}: layers.0.norm (LayerNorm) normalizes over all of them",
     "number": "layers.0 (Attended): RuntimeError: ",
-    "gate": "layers.0.gate_up has role 'column', of whose 32 outputs a rank has 16: Attended takes them apart by place",
+    "gate": "layers.0.gate_up has role 'column', and a rank has 16 of its 32 outputs: Attended selects some by index",
     "scale": "layers.0 (Attended): RuntimeError: ",
 }  # fmt: skip
 
@@ -495,9 +495,9 @@ def test_roles_that_a_forward_cannot_have_are_refused_when_a_layout_is_planned(w
     with pytest.raises(ConfigError) as caught:
         fs.plan_layout(net, mesh)
     rule, row, mend = str(caught.value).splitlines()
-    assert rule == "fs.plan_layout cannot cut this module on mesh {tp: 2}."
+    assert rule == "fs.plan_layout cannot shard this module on mesh {tp: 2}."
     assert row.startswith(f"  {UNFIT[way]}") and (row.endswith(UNFIT[way]) or "Error: " in row), "torch's words follow"
-    assert mend.startswith("Leave the axis out of the mesh, or give roles=.") and 'tp="replicate"' in mend
+    assert mend.startswith("Remove the axis from the mesh, or pass roles=.") and 'tp="replicate"' in mend
 
 
 def plan(module, units, names, roles, axes, **settings):
@@ -514,22 +514,22 @@ fs.functionalize needs the buffers that its forward writes.
   2.0.running_mean is written by the forward, and not given
   2.0.running_var is written by the forward, and not given
   2.0.num_batches_tracked is written by the forward, and not given
-Give a loss function a parameter buffers, call out, buffers = net(params, x, buffers=buffers), and return (loss, \
-buffers); or put modules in eval mode before fs.functionalize, which trains with fixed statistics."""),
+Add the argument buffers to the loss, call out, buffers = net(params, x, buffers=buffers), and return (loss, \
+buffers). Or put modules in eval mode before fs.functionalize, to train with fixed statistics."""),
     "other buffers": (lambda: call_with({"2.mean": torch.ones(4)}, normed().eval()), TransformError, """
 fs.functionalize needs the buffers that its forward writes.
-  2.mean is given, and no buffer of the module
-Give a loss function a parameter buffers, call out, buffers = net(params, x, buffers=buffers), and return (loss, \
-buffers); or put modules in eval mode before fs.functionalize, which trains with fixed statistics."""),
+  2.mean is given, and isn't a buffer of the module
+Add the argument buffers to the loss, call out, buffers = net(params, x, buffers=buffers), and return (loss, \
+buffers). Or put modules in eval mode before fs.functionalize, to train with fixed statistics."""),
     "names of no buffers": (lambda: fs.functionalize(normed(), (), buffers=["1.mean", "2.*_mean"]), ConfigError, """
 fs.functionalize cannot find the buffers that a forward writes.
   '1.mean' matches no buffer
 The buffers are 1.running_mean, 1.running_var, 1.num_batches_tracked, 2.0.running_mean, 2.0.running_var, \
-2.0.num_batches_tracked; give each its own tensor."""),
+2.0.num_batches_tracked; make each a separate tensor."""),
     "one buffer twice": (lambda: fs.functionalize(twice(), (), buffers="*.calls"), ConfigError, """
 fs.functionalize cannot find the buffers that a forward writes.
   0.calls, 1.calls are one tensor
-The buffers are 0.calls, 1.calls; give each its own tensor."""),
+The buffers are 0.calls, 1.calls; make each a separate tensor."""),
     "a state dict without its buffers": (lambda: out_of_params(normed()), ConfigError, """
 PureModule.state_dict needs the buffers that the forward writes.
   1.running_mean is written by the forward, and not given
@@ -538,58 +538,58 @@ PureModule.state_dict needs the buffers that the forward writes.
   2.0.running_mean is written by the forward, and not given
   2.0.running_var is written by the forward, and not given
   2.0.num_batches_tracked is written by the forward, and not given
-Give the state's: net.state_dict(params, state.buffers)."""),
+Pass the state's buffers: net.state_dict(params, state.buffers)."""),
     "in place": (lambda: call(Count(), (), values(4)), TransformError, """
 fs.functionalize needs a forward that changes no tensors of the module.
   calls is float32[]
   last is float32[4]
 Name the buffers that the forward writes: fs.functionalize(module, units, buffers='name'). Keep other state outside of \
-the module: give it as an input, and return it as an output."""),
+the module: pass it as an input, and return it as an output."""),
     "in place, hidden": (lambda: call(Hidden(), (), values(4)), TransformError, """
 fs.functionalize needs a forward that changes no tensors of the module.
   mean is float32[4]
   last is float32[3, 4]
   cache is float32[3, 4]
 Name the buffers that the forward writes: fs.functionalize(module, units, buffers='name'). Keep other state outside of \
-the module: give it as an input, and return it as an output."""),
+the module: pass it as an input, and return it as an output."""),
     "in place, under grad": (lambda: under(torch.func.grad, Count(), values(4)), TransformError, """
 fs.functionalize needs a forward that changes no tensors of the module.
   under torch.func: During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place \
 operation (aten::add_.Tensor) that would mutate a captured Tensor. This is not supported; please rewrite the function \
 being transformed to explicitly accept the mutated Tensor(s) as inputs.
 Name the buffers that the forward writes: fs.functionalize(module, units, buffers='name'). Keep other state outside of \
-the module: give it as an input, and return it as an output."""),
+the module: pass it as an input, and return it as an output."""),
     "unlike but for weights": (lambda: fs.model_from_module(scaled(), UNITS, net_parts()), ConfigError, """
-fs.model_from_module runs all blocks as the first one, but for the weights.
+fs.model_from_module runs the first block with the weights of all, so blocks must agree.
   drop.p: 0.0 in layers.0, 0.1 in layers.1
   scale: float32[] in layers.0, float32[] in layers.1 of other values
   act: gelu in layers.0, relu in layers.2
   alpha: 1.0 in layers.0, 2.0 in layers.2
   drop.p: 0.0 in layers.0, 0.2 in layers.2
   scale: float32[] in layers.0, float32[] in layers.2 of other values
-Make what differs an input of the blocks, or functionalize the module, which runs each block as itself."""),
+Make the differences inputs of the blocks, or use fs.functionalize(module), which runs each block."""),
     "layers that scale by their number": (lambda: fs.model_from_module(by_layer()), ConfigError, """
 fs.model_from_module has no parts for this config.
-  scale_attn_by_inverse_layer_idx is True: every layer scales its attention by another number
-Pass parts= of your own, or functionalize the module: its own forward knows what to do."""),
+  scale_attn_by_inverse_layer_idx is True: every layer scales its attention by a different number
+Pass custom parts=, or use fs.functionalize(module), which runs the module's own forward."""),
     "no key": (lambda: call(Net(p=0.5), UNITS, TOKENS), TransformError, """
 fs.functionalize needs a random_key for a forward that draws.
   layers.0.drop is Dropout(p=0.5, inplace=False)
   layers.1.drop is Dropout(p=0.5, inplace=False)
   layers.2.drop is Dropout(p=0.5, inplace=False)
-Pass random_key=, another one at each step, or put the module in eval mode before functionalize."""),
+Pass random_key=, a different one at each step, or put the module in eval mode before functionalize."""),
     "unknown family": (lambda: fs.functionalize(Net()), ConfigError, """
-fs.functionalize does not know the units of Net.
+fs.functionalize has no default units for Net.
   embed is Embedding
   layers is ModuleList
   norm is LayerNorm
   head is Linear
-Say which modules are gathered together, such as units='layers.*'."""),
+Pass the paths of modules to gather together, such as units='layers.*'."""),
     "unknown pattern": (lambda: fs.functionalize(Shared(), ("blocks.*", "wide", ("back.0", "gone"))), ConfigError, """
 fs.functionalize finds no units for a pattern.
-  'blocks.*' fits no module
+  'blocks.*' matches no module
   wide is a ModuleList, which is never called itself
-  'gone' fits no module
+  'gone' matches no module
   modules are
     steps is ModuleList of 1 Linear
     steps.0 is Linear
@@ -598,37 +598,37 @@ fs.functionalize finds no units for a pattern.
     wide.1 is Linear
     back is ModuleList of 2 Linear
   and 2 more
-Name blocks by the path of their list and a star, such as units='layers.*'."""),
+Pass the path of the blocks' list and a star, such as units='layers.*'."""),
     "nested": (lambda: fs.functionalize(Net(), ("layers.*", "layers.1.up")), ConfigError, """
 fs.functionalize got units inside units.
   layers.1.up is inside layers.1
 Keep the outer or the inner ones."""),
     "clash": (lambda: fs.functionalize(Beside(2), "*"), ConfigError, """
-fs.functionalize gets two leaves at one path.
+fs.functionalize got two leaves at one path.
   weight: weight
   weight: 0.weight
-Rename what stands beside the blocks, or name each block as a unit of its own, without a star."""),
+Rename the module next to the blocks, or pass each block as a separate unit, without a star."""),
     "unlike": (lambda: fs.functionalize(Unlike(), "layers.*"), TreeError, """
-fs.functionalize can stack only blocks that are alike.
+fs.functionalize can stack only blocks with equal parameters.
   bias: float32[4] in layers.0, not there in layers.1
   weight: float32[4, 4] in layers.0, float32[5, 4] in layers.1
   bias: float32[4] in layers.0, float32[4], frozen in layers.2
   weight: float32[4, 4] in layers.0, float32[4, 4], frozen in layers.2
-Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*')."""),
+Put patterns for the blocks that differ first: units=('layers.0', 'layers.*')."""),
     "names": (lambda: fs.functionalize(Net(), UNITS, names={"*.weight": None, "heat": ()}), LayoutError, """
-fs.functionalize finds no names for 3 leaves; the table has '*.weight', 'heat'.
+fs.functionalize finds leaves without names; the table has '*.weight', 'heat'.
   layers.norm.bias is float32[3, 7]
   layers.up.bias is float32[3, 10]
   norm.bias is float32[7]
 Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."""),
     "elsewhere": (lambda: call(Elsewhere(), UNITS, TOKENS), TransformError, """
-fs.functionalize needs weights that are used where their unit is called; linear asked for them elsewhere.
+fs.functionalize needs weights that are used only inside their unit; linear used them outside.
   embed.weight
-Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."""),
+Remove their module from units, or gather both modules together: units=(('embed', 'head'), ...)."""),
     "elsewhere, by an operator": (lambda: call(Scaling(), UNITS, TOKENS), TransformError, """
-fs.functionalize needs weights that are used where their unit is called; mul asked for them elsewhere.
+fs.functionalize needs weights that are used only inside their unit; mul used them outside.
   norm.weight
-Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."""),
+Remove their module from units, or gather both modules together: units=(('embed', 'head'), ...)."""),
     "checkpoints": (lambda: backward(Checkpointed(), "layers.*"), TransformError, """
 fs.functionalize needs a module that does not run its layers again in the backward pass.
   layers.0 is called again
@@ -642,29 +642,29 @@ fs.functionalize finds buffers on the meta device that nothing fills.
   count.calls is float32[] of Count
 Make these submodules with real tensors, or pass reset=, a function that fills the buffers of one."""),
     "meta parameters": (lambda: whole_params(fs.functionalize(Drawless().to("meta"), ())), ConfigError, """
-fs.functionalize cannot draw parameters on the meta device.
+fs.functionalize cannot initialize parameters on the meta device.
   w is float32[3] of Drawless, which has no reset_parameters
 Make the module with real tensors, or pass reset=, a function that fills the parameters of a submodule."""),
     "axes": (lambda: plan(Net(), UNITS, {"*.up.weight": ("mlp", "embed"), "*": None}, {"*.up": "row"},
                           {"pp": 2, "cp": 2, "tp": 2}), ConfigError, """
-fs.plan_layout cannot cut this module on mesh {pp: 2, cp: 2, tp: 2}.
-  pp=2: a forward in one piece has no stages; see fs.model_from_module
-  cp=2: the layers take whole sequences; fs.hf.families.Parts(cp=) may take parts of them
+fs.plan_layout cannot shard this module on mesh {pp: 2, cp: 2, tp: 2}.
+  pp=2: a forward has no stages; see fs.model_from_module
+  cp=2: the layers need full sequences; fs.hf.families.Parts(cp=True) may accept shards of them
   layers.up.weight is float32[3, 10, 7], dim 1 ('mlp') over tp: layers.0.up.weight is of a layer with role 'row'
-Leave the axis out of the mesh, or give roles=. Where all ranks may compute alike, set the rules of these dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp."""),
+Remove the axis from the mesh, or pass roles=. To compute these layers in full on all ranks, set the rules of the dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp."""),
     "tied roles": (lambda: plan(Net(), UNITS, {"embed.weight": ("vocab", None), "*": None}, {"embed": "vocab"},
                                 {"tp": 2}), ConfigError, """
-fs.plan_layout cannot cut this module on mesh {tp: 2}.
+fs.plan_layout cannot shard this module on mesh {tp: 2}.
   embed.weight is float32[13, 7], dim 0 ('vocab') over tp: head.weight is of a layer with no role
-Leave the axis out of the mesh, or give roles=. Where all ranks may compute alike, set the rules of these dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp."""),
+Remove the axis from the mesh, or pass roles=. To compute these layers in full on all ranks, set the rules of the dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp."""),
     "no parts of a family": (lambda: fs.model_from_module(sliding()), ConfigError, """
 fs.model_from_module has no parts for this config.
   attention is 'eager', not 'sdpa'
   layers have sliding_attention
   sliding_window is 8
-Pass parts= of your own, or functionalize the module: its own forward knows what to do."""),
+Pass custom parts=, or use fs.functionalize(module), which runs the module's own forward."""),
     "no parts": (lambda: fs.model_from_module(Net()), ConfigError, """
-fs.model_from_module does not know the units and parts of Net.
+fs.model_from_module has no default units and parts for Net.
 Pass units=('embed', 'layers.*', 'head') and parts=fs.hf.families.Parts(embed, block, head)."""),
     "no stages": (lambda: fs.model_from_module(half_frozen(), ("layers.*", "norm"), net_parts()), ConfigError, """
 fs.model_from_module needs units for an embedding, one stack of blocks, and a head.
@@ -674,7 +674,7 @@ fs.model_from_module needs units for an embedding, one stack of blocks, and a he
   there is no unit before the blocks
   norm.weight is frozen
   norm.bias is frozen
-Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."""),
+Pass units=(before, 'layers.*', after) with all parameters; freeze leaves with plan_layout(frozen=...)."""),
     "two stacks": (lambda: fs.model_from_module(Shared(), ("steps.*", "wide.*", "back.*"), net_parts()), ConfigError, """
 fs.model_from_module needs units for an embedding, one stack of blocks, and a head.
   there are 3 stacks: 'steps', 'wide', 'back'
@@ -683,22 +683,22 @@ fs.model_from_module needs units for an embedding, one stack of blocks, and a he
   back.0.bias of a block is tied to back.0.bias
   back.1.bias of a block is tied to back.0.bias
   steps.0 is steps.1, steps.2 as well: one block
-Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."""),
+Pass units=(before, 'layers.*', after) with all parameters; freeze leaves with plan_layout(frozen=...)."""),
     "roles": (lambda: fs.functionalize(Net(), UNITS, roles={"*.norm": "column", "embed": "row"}), ConfigError, """
 fs.functionalize cannot compute some layers over tp.
   embed is Embedding, role 'row' needs Linear
   layers.0.norm is LayerNorm, role 'column' needs Linear
   layers.1.norm is LayerNorm, role 'column' needs Linear
   layers.2.norm is LayerNorm, role 'column' needs Linear
-Give plain nn.Linear and nn.Embedding one of the roles 'column', 'row', 'inside', 'vocab', 'logits', and others none."""),
+Give only plain nn.Linear and nn.Embedding layers a role, one of 'column', 'row', 'inside', 'vocab', 'logits'."""),
     "tables that fit nothing": (lambda: fs.functionalize(
         Net(), UNITS, names={"*.up.wieght": ("mlp", "embed"), "*": None}, roles={"*.up": "colum", "*.dwn": "row"}
     ), ConfigError, """
 fs.functionalize cannot compute some layers over tp.
-  '*.up' has role 'colum': there is none
-  '*.dwn' fits no module
-Give plain nn.Linear and nn.Embedding one of the roles 'column', 'row', 'inside', 'vocab', 'logits', and others none.
-fs.functionalize gets names for leaves that are not there.
+  '*.up' has the unknown role 'colum'
+  '*.dwn' matches no module
+Give only plain nn.Linear and nn.Embedding layers a role, one of 'column', 'row', 'inside', 'vocab', 'logits'.
+fs.functionalize got names that match no leaf.
   '*.up.wieght'
   leaves are
     heat
@@ -710,53 +710,53 @@ fs.functionalize gets names for leaves that are not there.
     layers.down.weight
     norm.weight
   and 1 more
-Take them out, or write them as the leaves are called; print(net) shows what names they get."""),
+Remove them, or correct them; print(net) shows the leaves and their names."""),
     "many problems": (lambda: fs.functionalize(
         Unlike(), ("layers.*", "blocks.*", 1), names={"bias": None, "gone": None}
     ), ConfigError, """
 fs.functionalize needs patterns that are paths, or tuples of them.
   1
-Name blocks by the path of their list and a star, such as units='layers.*'.
+Pass the path of the blocks' list and a star, such as units='layers.*'.
 fs.functionalize finds no units for a pattern.
-  'blocks.*' fits no module
+  'blocks.*' matches no module
   modules are
     layers is ModuleList of 3 Linear
     layers.0 is Linear
     layers.1 is Linear
     layers.2 is Linear
-Name blocks by the path of their list and a star, such as units='layers.*'.
-fs.functionalize can stack only blocks that are alike.
+Pass the path of the blocks' list and a star, such as units='layers.*'.
+fs.functionalize can stack only blocks with equal parameters.
   bias: float32[4] in layers.0, not there in layers.1
   weight: float32[4, 4] in layers.0, float32[5, 4] in layers.1
   bias: float32[4] in layers.0, float32[4], frozen in layers.2
   weight: float32[4, 4] in layers.0, float32[4, 4], frozen in layers.2
-Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*').
-fs.functionalize finds no names for 2 leaves; the table has 'bias', 'gone'.
+Put patterns for the blocks that differ first: units=('layers.0', 'layers.*').
+fs.functionalize finds leaves without names; the table has 'bias', 'gone'.
   layers.weight is float32[3, 4, 4]
   layers.bias is float32[2, 4]
 Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."""),
     "no module": (lambda: fs.functionalize(Net, UNITS), ConfigError, """
 fs.functionalize needs an nn.Module; got class Net.
-Make one, or write the functions of a Model yourself: see fs.models.Model."""),
+Pass an nn.Module instance, or write the functions of a Model: see fs.models.Model."""),
     "no shapes": (lambda: fs.model_from_module(nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))), ConfigError, """
 fs.model_from_module needs shapes.
   0.weight
   0.bias
   1.weight
   1.bias
-Call the module once, with inputs as they will be."""),
+Call the module once, with inputs of the final shapes."""),
     "no copy": (lambda: fs.functionalize(unready(), ()), ConfigError, """
 fs.functionalize cannot copy Linear.
   Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment
-Detach tensors that the module keeps between calls, and take out what else cannot be copied."""),
+Detach tensors that the module keeps between calls, and remove attributes that cannot be copied."""),
     "written buffers, in stages": (lambda: fs.model_from_module(estimated(), ("0",), SimpleNamespace()), ConfigError, """
-fs.model_from_module has no place for buffers that the forward writes.
+fs.model_from_module does not support buffers that the forward writes.
   1.running_mean of BatchNorm1d
   1.running_var of BatchNorm1d
   1.num_batches_tracked of BatchNorm1d
   2.parametrizations.weight.0._u of _SpectralNorm
   2.parametrizations.weight.0._v of _SpectralNorm
-Use fs.functionalize, which carries them on meshes without pp; or put these modules in eval mode, or give them no running statistics, such as nn.GroupNorm."""),
+Use fs.functionalize, which supports them on meshes without pp, put these modules in eval mode, or use modules without running statistics, such as nn.GroupNorm."""),
     "hooks that assign weights": (lambda: fs.functionalize(hooked(), ()), ConfigError, f"""
 fs.functionalize {HOOKS}"""),
     "hooks that assign weights, in stages": (lambda: fs.model_from_module(hooked(), ("4",), SimpleNamespace()), ConfigError, f"""
@@ -804,9 +804,9 @@ def test_only_parts_that_say_so_compute_over_cp_and_without_masks():
     whole, cut = (fs.model_from_module(module, UNITS, net_parts()._replace(block=block, cp=cp)) for cp in (False, True))
     with pytest.raises(ConfigError) as caught:
         fs.plan_layout(whole, mesh)
-    why = "the layers take whole sequences; fs.hf.families.Parts(cp=) may take parts of them"
+    why = "the layers need full sequences; fs.hf.families.Parts(cp=True) may accept shards of them"
     assert str(caught.value).splitlines()[:-1] == [
-        "fs.plan_layout cannot cut this module on mesh {cp: 2}.",
+        "fs.plan_layout cannot shard this module on mesh {cp: 2}.",
         f"  cp=2: {why}",
     ]
     fs.plan_layout(cut, mesh)
@@ -817,7 +817,7 @@ def test_only_parts_that_say_so_compute_over_cp_and_without_masks():
         "fs.model_from_module computes attention over cp without masks and dropout.",
         "  attn_mask is bool[4, 4]",
         "  dropout_p is 0.5",
-        "Give it neither, but is_causal=True, or call ops.attention in the parts, which knows documents.",
+        "Pass is_causal=True instead, or call ops.attention in the parts, which has masks for documents.",
     ]
 
 
@@ -828,7 +828,7 @@ def test_heads_that_tp_cannot_share_are_refused():
     family = fs.hf.families.Family((), {}, heads=("num_key_value_heads",))
     anatomy = fs.functionalize(Net(), UNITS, names=names).anatomy
     plan = ModulePlan(net, anatomy, layer_roles(net, {"*.up": "column"}), None, family, ModuleOptions())
-    with pytest.raises(ConfigError, match="num_key_value_heads is 2: no multiple of tp=4"):
+    with pytest.raises(ConfigError, match="num_key_value_heads is 2: not a multiple of tp=4"):
         plan.check(fs.AbstractMesh(("tp",), (4,)), fs.DEFAULT_RULES)
 
 

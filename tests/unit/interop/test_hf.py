@@ -105,10 +105,10 @@ def test_what_is_no_config_is_refused():
 
 def test_configs_that_the_decoder_cannot_be(tmp_path):
     assert refusal(hf.config_of, {"model_type": "gpt2"}, kind=ConfigError) == (
-        "fs.hf.config_of knows no such family.\n"
-        "  model_type is 'gpt2': it has learned positions, LayerNorm with biases, and a GELU in the place of SwiGLU\n"
-        "Families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe. Use another model, or bring its weights into a tree of "
-        "your own: fs.hf.load(path, layout, names)."
+        "fs.hf.config_of does not support this family.\n"
+        "  model_type is 'gpt2': it has learned positions, LayerNorm with biases, and GELU instead of SwiGLU\n"
+        "Families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe. Use a different model, or load its weights into your "
+        "own tree: fs.hf.load(path, layout, names)."
     )
     odd = {
         **LLAMA_8B, "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "vocab_size": "many",
@@ -116,11 +116,11 @@ def test_configs_that_the_decoder_cannot_be(tmp_path):
     }  # fmt: skip
     assert refusal(hf.config_of, odd, kind=ConfigError).splitlines()[:-1] == [
         "fs.hf.config_of cannot make a decoder of this llama.",
-        "  vocab_size is 'many': a whole number above 0",
-        "  hidden_size is 0: a whole number above 0",
-        "  hidden_act is 'gelu': models.decoder has no such thing",
-        "  attention_bias is True: models.decoder has no such thing",
-        "  mlp_bias is True: models.decoder has no such thing",
+        "  vocab_size is 'many': an integer above 0",
+        "  hidden_size is 0: an integer above 0",
+        "  hidden_act is 'gelu': models.decoder does not support it",
+        "  attention_bias is True: models.decoder does not support it",
+        "  mlp_bias is True: models.decoder does not support it",
         "  quantization_config has quant_method None: supported is quant_method 'fp8' with weight_block_size [rows, "
         "columns], fmt 'e4m3' or 'e5m2' and activation_scheme 'dynamic'",
         "  rope_type is 'longrope': types are default, llama3, yarn",
@@ -131,24 +131,24 @@ def test_configs_that_the_decoder_cannot_be(tmp_path):
     assert "  sliding_window is 4096" in refusal(hf.config_of, {**MIXTRAL, "sliding_window": 4096}, kind=ConfigError)
     sparse = hf.config_json(CONFIGS["qwen3_moe"], num_experts=None, mlp_only_layers=[0], decoder_sparse_step=2)
     assert refusal(hf.config_of, sparse, kind=ConfigError).splitlines()[1:-1] == [
-        "  num_experts is None: a whole number above 0",
-        "  mlp_only_layers is [0]: models.decoder has no such thing",
-        "  decoder_sparse_step is 2: models.decoder has no such thing",
+        "  num_experts is None: an integer above 0",
+        "  mlp_only_layers is [0]: models.decoder does not support it",
+        "  decoder_sparse_step is 2: models.decoder does not support it",
     ]
     half = {**LLAMA_8B, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "attention_factor": 2.0}}
     assert refusal(hf.config_of, half, kind=ConfigError).splitlines()[1:-1] == [
         "  original_max_position_embeddings of the rotary positions is None: a number",
         "  low_freq_factor of the rotary positions is None: a number",
         "  high_freq_factor of the rotary positions is None: a number",
-        "  attention_factor of the rotary positions is 2.0: models.decoder has no such thing",
+        "  attention_factor of the rotary positions is 2.0: models.decoder does not support it",
     ]
     by_kind = {**QWEN_72B, "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "other": {"rope_theta": 1e5}}}
     assert refusal(hf.config_of, by_kind, kind=ConfigError).splitlines()[1:-1] == [
-        "  the rotary positions differ between full_attention, other: models.decoder has no such thing"
+        "  the rotary positions differ between full_attention, other: models.decoder does not support it"
     ]
     assert "No such file or directory" in refusal(hf.config_of, tmp_path / "nowhere", kind=ConfigError)
     (tmp_path / "config.json").write_text("[1]")
-    assert "it holds a list, not an object" in refusal(hf.config_of, tmp_path, kind=ConfigError)
+    assert "it contains a list, not an object" in refusal(hf.config_of, tmp_path, kind=ConfigError)
 
 
 def test_a_mistral_without_a_window_is_a_decoder_and_stays_a_mistral():
@@ -162,7 +162,7 @@ def test_a_mistral_without_a_window_is_a_decoder_and_stays_a_mistral():
     assert hf.config_of({k: v for k, v in entries.items() if k != "num_key_value_heads"}).kv_heads == 8
     for window in ({}, {"sliding_window": 4096}):
         text = refusal(hf.config_of, {k: v for k, v in entries.items() if k != "sliding_window"} | window)
-        assert "  sliding_window is 4096: models.decoder has no such thing" in text
+        assert "  sliding_window is 4096: models.decoder does not support it" in text
 
 
 def test_decoders_that_no_family_is():
@@ -171,14 +171,14 @@ def test_decoders_that_no_family_is():
     experts = Experts(4, 2, 8, shared=1, normalize=False, scale=2.0)
     odd = DecoderConfig(**SIZES, attention=latent, stacks=stacks, experts=experts, bias=True)
     assert refusal(hf.config_json, odd, kind=ConfigError) == (
-        "fs.hf.config_json finds no family that computes as this decoder.\n"
+        "fs.hf.config_json finds no family that computes the same as this decoder.\n"
         "  it has stacks of unlike blocks\n"
         "  its attention is MLA\n"
         "  its experts have shared=1\n"
         "  its experts have scale=2.0\n"
-        "  weights of its experts are not normalized, which only qwen3_moe knows, with qk_norm\n"
-        "  bias=True and qk_norm=False, with experts, go not together\n"
-        "Families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe; give the entries of a config.json of another one yourself."
+        "  weights of its experts are not normalized, which only qwen3_moe supports, with qk_norm\n"
+        "  no family has bias=True and qk_norm=False with experts\n"
+        "Families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe; for a different one pass the entries of its config.json."
     )
 
 
@@ -303,19 +303,19 @@ def test_tensors_that_are_not_as_they_should_be(saved):
 
     rewrite(folder, change)
     assert refusal(hf.load, folder, layout, kind=CheckpointError) == (
-        f"fs.hf.load cannot use {folder}: 5 tensors are not as they should be.\n"
+        f"fs.hf.load cannot use {folder}: its tensors differ from the layout's in 5 places.\n"
         "  blocks.norm1: model.layers.0.input_layernorm.weight is int8[8], wanted is float32[8]\n"
         "  blocks.up: model.layers.0.mlp.up_proj.weight is float32[8, 12], wanted is float32[12, 8]\n"
         "  blocks.wq: model.layers.1.self_attn.q_proj.weight is missing; wanted is float32[8, 8]\n"
         "  head.unembed: lm_head.weight is missing; wanted is float32[10, 8]\n"
         "  model.layers.0.self_attn.q_proj.bias is extra: float32[8]\n"
-        "Plan the layout with models.decoder(fs.hf.config_of(path)), or give names={ours: theirs}; extra='ignore' leaves "
+        "Plan the layout with models.decoder(fs.hf.config_of(path)), or pass names={ours: theirs}; extra='ignore' skips "
         "the rest."
     )
     other = layout_of(CONFIGS["qwen2"])
     other = dataclasses.replace(other, config=None)
     rows = refusal(hf.load, folder, other, extra="ignore", kind=CheckpointError).splitlines()
-    assert "  blocks.q_bias has no name there" in rows and not any(" is extra: " in row for row in rows)
+    assert "  blocks.q_bias has no name" in rows and not any(" is extra: " in row for row in rows)
 
 
 def test_a_config_that_is_not_the_layouts_is_refused_with_every_field(tmp_path):
@@ -372,7 +372,7 @@ def test_what_computes_nothing_is_written_as_it_was_read(tmp_path):
     assert "bos_token_id" not in hf.config_json(dataclasses.replace(read, bias=False))  # of another family
     (folder / "generation_config.json").write_text("[1]")
     assert refusal(hf.config_of, folder, kind=ConfigError) == (
-        f"fs.hf.config_of cannot read {folder / 'generation_config.json'}.\n  it holds a list, not an object\n"
+        f"fs.hf.config_of cannot read {folder / 'generation_config.json'}.\n  it contains a list, not an object\n"
         "Get the file again, or remove it: the model computes the same without it."
     )
 
@@ -404,7 +404,7 @@ def test_files_that_cannot_be_read(saved, tmp_path):
     assert rows[3:-1] == [
         f"  {names[1]} is missing",
         f"  {names[2]}: its first bytes match no supported format",
-        f"  ghost is not in {names[3]}, where the index has it",
+        f"  ghost is not in {names[3]}, unlike the index",
     ]
     assert "  there is no such directory" in refusal(hf.load, tmp_path / "nowhere", layout, kind=CheckpointError)
     assert "it has 0 .safetensors files and no model.safetensors.index.json" in refusal(
@@ -429,14 +429,14 @@ def test_what_cannot_be_saved(saved, tmp_path):
     params = params_of(layout)
     assert refusal(hf.save, folder, params, CONFIGS["qwen3"], kind=CheckpointError) == (
         f"fs.hf.save cannot write {folder}.\n"
-        f"  {folder}: something is there, and nothing is ever overwritten\n"
+        f"  {folder}: the path exists, and is never overwritten\n"
         "  blocks.wk is [2, 4, 8], and [2, 12, 8] in the model\n"
         "  blocks.wo is [2, 8, 8], and [2, 24, 8] in the model\n"
         "  blocks.wq is [2, 8, 8], and [2, 24, 8] in the model\n"
         "  blocks.wv is [2, 4, 8], and [2, 12, 8] in the model\n"
-        "  blocks.q_norm is no leaf of ours; its name is 'model.layers.{i}.self_attn.q_norm.weight'\n"
-        "  blocks.k_norm is no leaf of ours; its name is 'model.layers.{i}.self_attn.k_norm.weight'\n"
-        "Give the tree of models.decoder(config), or say where its leaves go: names={ours: theirs}."
+        "  blocks.q_norm matches no leaf; its name is 'model.layers.{i}.self_attn.q_norm.weight'\n"
+        "  blocks.k_norm matches no leaf; its name is 'model.layers.{i}.self_attn.k_norm.weight'\n"
+        "Pass the tree of models.decoder(config), or the tensors of each leaf: names={ours: theirs}."
     )
     fused = fs.plan_layout(FUSED, fs.make_mesh(dp=1), names=FUSED_DIMS)
     names = {
@@ -450,9 +450,9 @@ def test_what_cannot_be_saved(saved, tmp_path):
     ).splitlines()
     assert rows[1:-1] == [
         "  blocks.gate: '{j}': use {i}, {j}, {k} in this order, at most one per dim",
-        "  table: 2 names are joined, its layout declares none: name a dim fs.Fused(...)",
-        "  0.gate_up of 96 elements gets 48, or some twice",
-        "  1.gate_up of 96 elements gets 48, or some twice",
+        "  table: Joined has 2 names, and the layout none: name a dim fs.Fused(...)",
+        "  0.gate_up has 96 elements; its leaves have 48, or overlap",
+        "  1.gate_up has 96 elements; its leaves have 48, or overlap",
     ]
     wrong = {**FUSED_NAMES, "blocks.up": hf.Section("{i}.gate_up", 1, (6, 7))}
     assert "  blocks.up: '{i}.gate_up': part 1 has 7 along dim -2, ours 6" in refusal(
@@ -468,10 +468,10 @@ def test_a_leaf_without_pieces_has_a_row():
         (f"layers.{i}.w", (2,), ((i, i + 1), (0, 2))) for i in range(3)
     ]
     assert rows == [
-        "gone is no leaf of ours; its name is 'gone'",
-        "many is more tensors than the 2 that are there",
+        "gone matches no leaf; its name is 'gone'",
+        "many has more tensors than the 2 of the files",
         "odd: '{j}': use {i}, {j}, {k} in this order, at most one per dim",
-        "bare has no name there",
+        "bare has no name",
     ]
 
 

@@ -219,7 +219,9 @@ def test_codes_and_scales_that_do_not_fit_are_refused(tmp_path):
 
 def test_what_cannot_be_written_as_codes(tmp_path):
     config, layout = CONFIGS["llama"], layout_of(CONFIGS["llama"])
-    mend = "Give e4m3 in rectangles with float32 scales, such as format=fs.formats.E4M3_128x128, or none and dtype=."
+    mend = (
+        "Pass rectangular blocks of e4m3 with float32 scales, such as format=fs.formats.E4M3_128x128, or only dtype=."
+    )
     for format, why in (
         (formats.MXFP8, "is float8_e4m3fn[1x32, e8m0]"),
         (formats.TENSORWISE, "is float8_e4m3fn[tensor, float32]"),
@@ -227,7 +229,7 @@ def test_what_cannot_be_written_as_codes(tmp_path):
         ("fp8", "is a str"),
     ):
         assert refusal(hf.save, tmp_path / "out", params_of(layout), config, format=format, kind=CheckpointError) == (
-            f"fs.hf.save got a format that {why}, which files do not have.\n{mend}"
+            f"fs.hf.save got a format that {why}, which these files do not support.\n{mend}"
         )
     params = params_of(layout)
     params["blocks"]["wo"].to_local()[1, 3, 9] = torch.nan
@@ -237,6 +239,6 @@ def test_what_cannot_be_written_as_codes(tmp_path):
         f"fs.hf.save cannot write {tmp_path / 'out'} in float8_e4m3fn[6x4, float32].\n"
         "  model.layers.0.mlp.up_proj.weight has inf or NaN in 1 of its 12 blocks of 6x4\n"
         "  model.layers.1.self_attn.o_proj.weight has inf or NaN in 1 of its 12 blocks of 6x4\n"
-        "Save a state of before it happened, or without format=."
+        "Save an earlier state, or omit format=."
     )
     assert not any(tmp_path.iterdir())

@@ -145,7 +145,7 @@ def test_a_function_that_holds_a_parameter_itself_is_refused():
     pair = Pair()
     bias = pair.down.bias
     pair.up.forward = lambda x: F.linear(x, pair.up.weight) - bias.sum()
-    with pytest.raises(TransformError, match=r"(?s)used where their unit is called.*\n  down\.bias\n"):
+    with pytest.raises(TransformError, match=r"(?s)used only inside their unit.*\n  down\.bias\n"):
         assert_computes_as_written(pair)
 
 
@@ -159,7 +159,7 @@ def test_a_function_that_reads_the_module_from_a_global_is_refused():
     assert str(error.value) == (
         "fs.functionalize cannot copy Pair: functions on it read its layers from globals.\n"
         "  up.forward is a function that reads 'shared', a global\n"
-        "Make each a method of its layer: layer.forward = types.MethodType(forward, layer), which gets self."
+        "Make each a method of its layer, with argument self: layer.forward = types.MethodType(forward, layer)."
     )
 
 
@@ -191,13 +191,12 @@ def test_a_role_for_a_subclass_with_a_forward_of_its_own_is_refused_by_name():
         })  # fmt: skip
     assert str(error.value) == (
         "fs.functionalize cannot compute some layers over tp.\n"
-        "  0.table is Negated, a Embedding with a forward of its own, which role 'vocab' would replace\n"
-        "  0.up is Doubled, a Linear with a forward of its own, which role 'column' would replace\n"
-        "  1.up is Called, a Linear with a forward of its own, which role 'column' would replace\n"
+        "  0.table is Negated, a Embedding with a custom forward, which role 'vocab' would replace\n"
+        "  0.up is Doubled, a Linear with a custom forward, which role 'column' would replace\n"
+        "  1.up is Called, a Linear with a custom forward, which role 'column' would replace\n"
         "  2.out_proj is NonDynamicallyQuantizableLinear, whose weight is read and which is never called: role 'row' "
         "replaces its forward\n"
-        "Give plain nn.Linear and nn.Embedding one of the roles 'column', 'row', 'inside', 'vocab', 'logits', and others "
-        "none."
+        "Give only plain nn.Linear and nn.Embedding layers a role, one of 'column', 'row', 'inside', 'vocab', 'logits'."
     )
     fs.functionalize(Pair(Renamed), (), roles=ROLES)
 
@@ -237,13 +236,13 @@ def test_a_familys_role_for_a_layer_with_a_forward_of_its_own_is_refused_where_t
     with pytest.raises(ConfigError) as error:
         fs.plan_layout(net, fs.AbstractMesh(("tp",), (2,)))
     assert str(error.value) == (
-        "fs.plan_layout cannot cut this module on mesh {tp: 2}.\n"
+        "fs.plan_layout cannot shard this module on mesh {tp: 2}.\n"
         "  model.layers.mlp.up_proj.weight is float32[1, 6, 4], dim 1 ('mlp') over tp: model.layers.0.mlp.up_proj is "
-        "Doubled, a Linear with a forward of its own, which role 'column' would replace\n"
+        "Doubled, a Linear with a custom forward, which role 'column' would replace\n"
         "  model.layers.mlp.up_proj.bias is float32[1, 6], dim 1 ('mlp') over tp: model.layers.0.mlp.up_proj is "
-        "Doubled, a Linear with a forward of its own, which role 'column' would replace\n"
-        "Leave the axis out of the mesh, or give roles=. Where all ranks may compute alike, set the rules of these dims to "
-        'None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp.'
+        "Doubled, a Linear with a custom forward, which role 'column' would replace\n"
+        "Remove the axis from the mesh, or pass roles=. To compute these layers in full on all ranks, set the rules of the "
+        'dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp.'
     )
 
 
@@ -282,7 +281,7 @@ def test_blocks_in_stages_may_not_differ_in_what_their_functions_carry(bind):
     units = ("embed", "layers.*", "head")
     fs.model_from_module(scaled_blocks((2.0, 2.0), bind), units, parts)
     with pytest.raises(
-        ConfigError, match=r"(?s)runs all blocks as the first one.*forward: .* in layers.0, .* in layers.1"
+        ConfigError, match=r"(?s)runs the first block with the weights of all.*forward: .* in layers.0, .* in layers.1"
     ):
         fs.model_from_module(scaled_blocks((2.0, 3.0), bind), units, parts)
 

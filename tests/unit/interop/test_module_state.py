@@ -89,7 +89,7 @@ def frozen_twins():
 @pytest.mark.parametrize("make", [one_memory, one_row, in_a_buffer])
 def test_weights_that_share_memory_are_refused(make):
     said = refusal(planned, make(), kind=ConfigError)
-    assert "would train weights apart that share memory" in said and "0.weight" in said
+    assert "would train weights separately that share memory" in said and "0.weight" in said
     assert {"one_memory": "3.weight", "one_row": "3.bias", "in_a_buffer": "3.before"}[make.__name__] in said
 
 
@@ -103,15 +103,15 @@ def moved_statistics(module):
 
 
 CHANGES = {
-    "0.training: True then, False now": lambda m: m.eval(),
-    "0.weight: 'float32[4, 4]' then, 'float32[4, 4], frozen' now": lambda m: m[0].weight.requires_grad_(False),
-    "2.p: 0.5 then, 0.1 now": lambda m: setattr(m[2], "p", 0.1),
-    "options['scale']: 1.0 then, 2.0 now": lambda m: m.options.update(scale=2.0),
-    "config.layers[1]: 2 then, 3 now": lambda m: m.config.layers.__setitem__(1, 3),
-    "3: Linear then, Identity now": lambda m: setattr(m, "3", nn.Identity()),
+    "0.training: True before, False now": lambda m: m.eval(),
+    "0.weight: 'float32[4, 4]' before, 'float32[4, 4], frozen' now": lambda m: m[0].weight.requires_grad_(False),
+    "2.p: 0.5 before, 0.1 now": lambda m: setattr(m[2], "p", 0.1),
+    "options['scale']: 1.0 before, 2.0 now": lambda m: m.options.update(scale=2.0),
+    "config.layers[1]: 2 before, 3 now": lambda m: m.config.layers.__setitem__(1, 3),
+    "3: Linear before, Identity now": lambda m: setattr(m, "3", nn.Identity()),
     "0.forward_hooks": lambda m: m[0].register_forward_hook(print),
-    "1.running_mean: other values than then": moved_statistics,
-    "0.weight: 'float32[4, 4]' then, 'float64[4, 4]' now": lambda m: m.double(),
+    "1.running_mean: different values than before": moved_statistics,
+    "0.weight: 'float32[4, 4]' before, 'float64[4, 4]' now": lambda m: m.double(),
 }
 
 

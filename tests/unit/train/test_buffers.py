@@ -180,7 +180,7 @@ def test_a_module_is_evaluated_with_its_running_statistics_and_saved_with_them(t
     text = refusal(
         fs.hf.save, tmp_path / "no", state.params, {"model_type": "mine"}, names=net.sources, kind=CheckpointError
     )
-    assert "1.running_mean is written by the forward, and not given: give the whole state" in text
+    assert "1.running_mean is written by the forward, and not given: pass the full state" in text
     # A checkpoint of before, without buffers.
     fs.checkpoint.save(tmp_path / "old", state.replace(buffers={}))
     old = fs.checkpoint.load(tmp_path / "old", state.layout)
