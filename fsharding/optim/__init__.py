@@ -1,4 +1,4 @@
-"""Optimizers as pairs of pure functions over trees of sharded leaves; see `fsharding.optim.base`."""
+"""Optimizers as pairs of pure functions over trees of sharded leaves."""
 
 from typing import TYPE_CHECKING
 
@@ -38,18 +38,18 @@ _ELSEWHERE = {
     **dict.fromkeys(("adam", "Adam", "AdamW"), "Write fs.adamw(1e-3)."),
     "SGD": "Write fs.sgd(0.1).",
     "RMSprop": "Write fs.optim.from_torch(torch.optim.RMSprop).",
-    **dict.fromkeys(("Muon", "Lion", "Adafactor"), "Its name is in small letters, such as fs.optim.muon."),
+    **dict.fromkeys(("Muon", "Lion", "Adafactor"), "Write its name in lower case, such as fs.optim.muon."),
     **dict.fromkeys(
         ("clip", "clip_grad_norm_", "clip_grad_norm"), "Write fs.optim.chain(fs.optim.clip_by_global_norm(1.0), opt)."
     ),
     "masked": "Write fs.optim.multi_transform.",
     **dict.fromkeys(
         ("lr_scheduler", "warmup_cosine_decay_schedule", "cosine_decay_schedule", "inject_hyperparams"),
-        "A learning rate may be a function of the number of updates: fs.optim.schedules.warmup_cosine(3e-4, 9, 99).",
+        "Pass a schedule as the learning rate: fs.adamw(fs.optim.schedules.warmup_cosine(3e-4, 9, 99)).",
     ),
 }
 
-for _name in _ELSEWHERE:  # such as the modules `adam` and `clip`: a call of a module says nothing
+for _name in _ELSEWHERE:  # such as the modules `adam` and `clip`: calling a module would raise a useless error
     globals().pop(_name, None)
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from fsharding.contrib.optim import *  # noqa: F403
 
     __all__ += _registered.__all__
-else:  # a type checker would take every name for one that is there
+else:  # with __getattr__, a type checker would accept any name
     __all__ += _registry.names_of("optimizer")
 
     def __getattr__(name: str) -> object:

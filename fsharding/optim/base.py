@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,14 +38,11 @@ class InitContext:
     """Facts about a layout that an `init` may use.
 
     Attributes:
-        moments: the dtype, or the format, in which the layout's `Precision` keeps moments; None leaves it to the
-            optimizer.
-        shardings: of the parameters, such as `layout.main`. It says which indices of a leaf with explicit assignments
-            this rank has, which the leaf's DTensor cannot.
-        whole: tensors of the shapes of the whole parameters, on the meta device: the DTensor of a leaf that another
-            stage of a pipeline has does not tell its shape. None where each leaf does.
-        stacked: by path whether the first dim of a leaf counts layers, such as `layout.stacked`; of other leaves, those
-            under `blocks` are stacked.
+        moments: Dtype or format of moments in the layout's `Precision`; None leaves it to the optimizer.
+        shardings: Shardings of the parameters, such as `layout.main`: DTensors lack explicit assignments.
+        whole: Meta tensors of the full parameters, such as `layout.meta_main()`: the DTensor of a leaf that a different
+            pipeline stage owns lacks its shape. None if each DTensor has it.
+        stacked: Whether the first dim of a leaf counts layers, by path, as `layout.stacked`; by default under `blocks`.
 
     Example:
         >>> context = fs.optim.InitContext(moments=torch.bfloat16)
@@ -64,19 +61,18 @@ class UpdateContext:
     """Facts about one step that an `update` may use.
 
     Attributes:
-        donate: updates and state may be overwritten.
-        norm: the global norm of the updates that come in, where it is known.
-        shardings: of updates and parameters, as in `InitContext`.
-        finite: whether the step counts, bool and 0-d, where the host does not know it. An `apply` that `masks` leaves
-            parameters and state as they are where it is false; of other transformations `apply_gradients` takes the old
-            values.
-        key: of the run, int64[2], such as `state.key`, for what is rounded by key; None is a key of zeros.
-        step: number of updates of the run so far, 0-d; None takes the optimizer's own count.
-        rounding: "nearest", or "stochastic": up or down by random bits; the mean is exact. By default moments below
-            float32 are rounded by key, and parameters in bfloat16 that an `apply` writes to the nearest.
-        on_host: paths of the parameters whose update is computed on the host, such as `layout.updated_on_host`.
-        may_be_away: whether a leaf may be kept elsewhere than on the device; False saves asking each of them.
-        stacked: as in `InitContext`; give an update the same.
+        donate: Whether updates and state may be overwritten.
+        norm: Global norm of the incoming updates, if known.
+        shardings: Shardings of updates and parameters, as in `InitContext`.
+        finite: Whether the step counts, a 0-d bool that the host does not read. If it is false, an `apply` that `masks`
+            keeps parameters and state; for others, `apply_gradients` restores the old values. None: it counts.
+        key: Key of the run for stochastic rounding, int64[2], such as `state.key`; None is a key of zeros.
+        step: Number of updates of the run so far, 0-d; None uses the optimizer's count.
+        rounding: "nearest" or "stochastic" (up or down at random, exact in the mean). By default moments narrower than
+            float32 are rounded stochastically, and bfloat16 parameters to nearest.
+        on_host: Paths of parameters whose update is computed on the host, such as `layout.updated_on_host`.
+        may_be_away: Whether leaves may be kept in other memory than the device's; False saves a check per leaf.
+        stacked: As in `InitContext`, and the same value.
 
     Example:
         >>> grads, opt = {"w": torch.full((4,), 2.0)}, fs.optim.clip_by_global_norm(1.0)
@@ -97,25 +93,9 @@ class UpdateContext:
     stacked: Mapping[str, bool] | None = None
 
 
-class _Init(Protocol):
-    def __call__(self, params: Tree, context: InitContext = ..., /) -> Any: ...
-
-
-class _Update(Protocol):
-    def __call__(
-        self, updates: Tree, state: Any, params: Tree = ..., context: UpdateContext = ..., /
-    ) -> tuple[Tree, Any]: ...
-
-
-class _Apply(Protocol):
-    def __call__(
-        self, updates: Tree, state: Any, params: Tree, context: UpdateContext = ..., /, *, scale: float | Tensor = ...
-    ) -> tuple[Tree, Any]: ...
-
-
 @dataclass(frozen=True)
 class GradientTransformation:
-    """A pair of pure functions, as in optax: the type for a transformation of your own.
+    """A pair of pure functions, as in optax: the type for custom transformations.
 
     Attributes:
         init: `init(params) -> state`.
@@ -136,7 +116,7 @@ class GradientTransformation:
     update: Callable[[Any, Any, Any], tuple[Tree, Any]]
 
     def with_context(self) -> ContextTransformation:
-        """The same transformation in the form that the library calls; a plain pair does not see the contexts."""
+        """Return the same transformation with contexts, which a plain pair ignores."""
 
         def init(params: Tree, context: InitContext = InitContext()) -> Any:
             return self.init(params)
@@ -157,14 +137,17 @@ class GradientTransformation:
         whole: Tree = None,
         stacked: Mapping[str, bool] | None = None,
     ) -> Tree:
-        """The first state, for a layout.
+        """Make the first state for a layout.
 
         Args:
-            params: main parameters; None for frozen leaves.
-            moments: such as `layout.precision.moments`.
-            shardings: such as `layout.main`.
-            whole: such as `layout.meta_main()`.
-            stacked: such as `layout.stacked`.
+            params: Main parameters; None for frozen leaves.
+            moments: Dtype or format of moments, such as `layout.precision.moments`.
+            shardings: Shardings of the parameters, such as `layout.main`.
+            whole: Full shapes, such as `layout.meta_main()`.
+            stacked: Stacked leaves by path, such as `layout.stacked`.
+
+        Returns:
+            The state.
         """
         context = InitContext(moments=moments, shardings=shardings, whole=whole, stacked=stacked)
         return self.with_context().init(params, context)
@@ -172,21 +155,18 @@ class GradientTransformation:
 
 @dataclass(frozen=True)
 class ContextTransformation(GradientTransformation):
-    """A transformation whose functions also take a context, last and with a default: the type of this library's own.
-
-    Without a context it is called as a plain pair: `opt.update(grads, opt_state, params)`.
+    """A transformation whose functions also take a context, last and optional: the type of this library's optimizers.
 
     Attributes:
         init: `init(params, context=InitContext()) -> state`.
         update: `update(updates, state, params=None, context=UpdateContext()) -> (updates, state)`.
-        apply: `apply(updates, state, params, context=UpdateContext(), *, scale=1.0) -> (params, state)`: `update` and
-            `apply_updates` in fewer passes over memory, for those that can; the results may differ in the last bit. The
-            updates are still to be multiplied by `scale`, a number or a 0-d tensor, and `context.norm` is that of the
-            product.
-        factor: for one that has no state and only multiplies by a number: that number for a global norm, 0-d.
-        masks: whether `apply` looks at `context.finite`.
-        by_element: whether it updates each element by itself, given the global norm if it needs that.
-        needs_norm: whether it looks at the global norm.
+        apply: `apply(updates, state, params, context=UpdateContext(), *, scale=1.0) -> (params, state)`, or None:
+            `update` and `apply_updates` in fewer passes over memory; results may differ in the last bit. It multiplies
+            the updates by `scale` (a number or a 0-d tensor); `context.norm` is the norm after that.
+        factor: For a stateless transformation that multiplies by a number: that number for a global norm, 0-d.
+        masks: Whether `apply` honors `context.finite`.
+        by_element: Whether each element is updated by itself, given the global norm if needed.
+        needs_norm: Whether it uses the global norm.
 
     Example:
         >>> def init(params, context=fs.optim.InitContext()):
@@ -199,27 +179,27 @@ class ContextTransformation(GradientTransformation):
         {'w': tensor([0.5000, 0.5000, 0.5000, 0.5000])}
     """
 
-    init: _Init
-    update: _Update
-    apply: _Apply | None = None
+    init: Callable[..., Any]
+    update: Callable[..., tuple[Tree, Any]]
+    apply: Callable[..., tuple[Tree, Any]] | None = None
     factor: Callable[[Tensor], Tensor] | None = None
     masks: bool = False
     by_element: bool = False
     needs_norm: bool = False
 
     def __post_init__(self) -> None:
-        """Has a leaf whose gradient is None keep its parameter and its moments."""
+        """Make leaves whose gradient is None keep their parameter and moments."""
         object.__setattr__(self, "update", _holding(self.update))
         if self.apply is not None:
             object.__setattr__(self, "apply", _holding(self.apply, fills=True))
 
     def with_context(self) -> ContextTransformation:
-        """Itself."""
+        """Return the transformation itself."""
         return self
 
 
 def _holding(change: Callable[..., tuple[Tree, Any]], *, fills: bool = False) -> Any:
-    """Have an update or an `apply` see no leaf without a gradient; with `fills` its result has those all the same."""
+    """Hide leaves without a gradient from an update or an `apply`; with `fills`, its result has them nevertheless."""
 
     @functools.wraps(change)
     def run(updates: Tree, state: Any, params: Tree = None, *rest: Any, **options: Any) -> tuple[Tree, Any]:
@@ -257,8 +237,8 @@ def transformation(
     **facts: Any,
 ) -> ContextTransformation:
     """Make a transformation of `first(params, context)` and `change(updates, state, params, context[, scale])`."""
-    # `change` makes updates; with a scale, which it gets where it `applies`, it returns parameters, as `apply` does.
-    # Errors begin with the name of the public call that is under way, such as fs.adamw.
+    # Without a scale `change` returns updates; with one, which `apply` passes, parameters.
+    # Errors begin with the name of the public call that made the transformation, such as fs.adamw.
 
     @public
     def init(params: Tree, context: InitContext = InitContext()) -> Any:
@@ -268,7 +248,7 @@ def transformation(
     def update(
         updates: Tree, state: Any, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, Any]:
-        # Where a step does not count the caller takes the old values.
+        # If the step does not count, the caller restores the old values.
         return change(updates, state, params, context if context.finite is None else replace(context, finite=None))
 
     @public
@@ -286,7 +266,7 @@ def transformation(
 
 
 class EmptyState(NamedTuple):
-    """The state of a transformation without any.
+    """The state of a stateless transformation.
 
     Example:
         >>> fs.optim.clip_by_global_norm(1.0).init({"w": torch.ones(2)})
@@ -295,7 +275,7 @@ class EmptyState(NamedTuple):
 
 
 def multiply(values: Tree, factor: float | Tensor, *, donate: bool = False) -> Tree:
-    """Multiply all leaves by a number, in float32 at least: a mean of float16 sums may be too small for a float16."""
+    """Multiply all leaves by a number, in float32 at least: a mean of float16 sums may underflow float16."""
     if not isinstance(factor, Tensor) and factor == 1.0:
         return values
     given = local_leaves(values)
@@ -310,7 +290,7 @@ _WIDE = {torch.float32, torch.float64}
 
 
 def next_count(count: Tensor, finite: Tensor | None) -> Tensor:
-    """Return a count after an update; it stays the same if `finite` is false, and is on the device of `finite`."""
+    """Return a count after an update: unchanged if `finite` is false, and on the device of `finite`."""
     return count + 1 if finite is None else count.to(finite.device, non_blocking=True) + finite
 
 
@@ -324,8 +304,7 @@ def where_finite(finite: Tensor | None, new: Tree, old: Tree) -> Tree:
             return x
         local = local_of(x)
         local_before = local_of(before)
-        # A number that the host has counted so far is counted on the device from here on, without a wait. State
-        # that is kept on the host does wait for it.
+        # A count of the host moves to the device, without a wait. State in host memory does wait for `finite`.
         device = finite.device if local.ndim == 0 else local.device
         local, local_before = (y.to(device, non_blocking=y.device.type == "cpu") for y in (local, local_before))
         return like_leaf(x, torch.where(finite.to(device), local, local_before))
@@ -334,7 +313,13 @@ def where_finite(finite: Tensor | None, new: Tree, old: Tree) -> Tree:
 
 
 def local_leaves(values: Tree) -> list[Tensor]:
-    """The local tensors of a tree, in order.
+    """Return the local tensors of a tree, in order.
+
+    Args:
+        values: Tree of DTensors and plain tensors.
+
+    Returns:
+        A list of plain tensors that share memory with the leaves.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -346,7 +331,14 @@ def local_leaves(values: Tree) -> list[Tensor]:
 
 
 def like(values: Tree, local: Sequence[Tensor]) -> Tree:
-    """A tree sharded as `values`, made of other local tensors.
+    """Make a tree sharded as `values` from other local tensors: the inverse of `local_leaves`.
+
+    Args:
+        values: Tree of DTensors and plain tensors.
+        local: One local tensor for each leaf, in order, of any dtype.
+
+    Returns:
+        A tree of DTensors where `values` has them, which share memory with `local`.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -363,7 +355,7 @@ _NEEDS_GRAD = operator.attrgetter("requires_grad")
 
 
 def writable_leaves(*trees: Tree) -> list[list[Tensor]] | None:
-    """Return the local tensors of several trees for one kernel; None unless structures and kinds are plainly equal."""
+    """Return the local tensors of trees for one kernel; None unless structures and kinds are plainly equal."""
     first, spec = tree.flatten(trees[0])
     columns = [first]
     for other in trees[1:]:
@@ -376,34 +368,34 @@ def writable_leaves(*trees: Tree) -> list[list[Tensor]] | None:
 
 
 def like_leaf(x: Tensor, local: Tensor) -> Tensor:
-    """A leaf made of another local tensor: a DTensor with the same sharding where the leaf is one."""
+    """Make a leaf of a local tensor: a DTensor with the same sharding if the leaf is one."""
     return named_sharding.like(x, local) if isinstance(x, DTensor) else local
 
 
 def new_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the shape of a local tensor, contiguous whatever its strides are: kernels write through flat views."""
+    """Return contiguous zeros in the shape of a local tensor: kernels write through flat views."""
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 
 def clone(x: Tensor) -> Tensor:
-    """A contiguous copy."""
+    """Return a contiguous copy."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def shardings_of(values: Tree) -> Tree:
-    """The sharding of each DTensor, on the host for one that is there; None for plain tensors."""
+    """Return the sharding of each DTensor, in host memory if the leaf is there; None for plain tensors."""
     return tree.map(lambda x: sharding_here(x) if isinstance(x, DTensor) else None, values)
 
 
 def local_grads(grads: Tree, moments: Tree, label: str = "moments") -> list[Tensor]:
-    """Return the local tensors of gradients, in the shardings of the moments; refuse other paths or shapes."""
+    """Return local tensors of gradients in the shardings of the moments; refuse different paths or shapes."""
     refuse_no_gradients(grads, moments)
     refuse_other_shapes(grads, moments, ("gradients", label))
     return local_leaves(redistribute(grads, shardings_of(moments)))
 
 
 def local_params(params: Tree, moments: Tree) -> list[Tensor]:
-    """Return the local tensors of the parameters that have moments, in the shardings of the moments."""
+    """Return local tensors of the parameters that have moments, in the shardings of the moments."""
     labels = ("parameters", "moments")
     pruned = tree.prune(params, moments, labels)
     refuse_other_shapes(pruned, moments, labels)
@@ -411,48 +403,49 @@ def local_params(params: Tree, moments: Tree) -> list[Tensor]:
 
 
 _ORDER = "Call opt.update(gradients, state, params), in this order."
+_STATE = "Pass the state that opt.init(params), or the last update, returned."
 
 
 def require_params(params: Tree, why: str = "to update them") -> Tree:
     """Return the parameters, or refuse an update without them."""
     if params is None:
-        mend = "Call update(updates, state, params)."
+        mend = "Call opt.update(gradients, state, params)."
         raise TreeError(message(f"needs the parameters {why}.", mend=mend))
     return params
 
 
 def check_state(kind: type, updates: Tree, state: Any) -> None:
-    """Refuse a state of another optimizer, gradients or a full `TrainState` instead of the state."""
+    """Refuse a different optimizer's state, or gradients or a full `TrainState` instead of the state."""
     refuse_state(updates)
     if not isinstance(state, kind):
-        swapped = f", and {kind.__name__} in the place of gradients" if isinstance(updates, kind) else ""
-        text = f"got {type(state).__name__} in the place of its state, {kind.__name__}{swapped}."
-        mend = _ORDER if swapped else f"The state is what opt.init(params), or the last update, returned. {_ORDER}"
+        swapped = f", and {kind.__name__} instead of gradients" if isinstance(updates, kind) else ""
+        text = f"got {type(state).__name__} instead of its state, {kind.__name__}{swapped}."
+        mend = _ORDER if swapped else f"{_STATE} {_ORDER}"
         raise TreeError(message(text, mend=mend))
     if "count" not in getattr(state, "_fields", ()):
         return
     count = state.count
     if not isinstance(count, Tensor) or count.ndim or count.is_meta:
         text = f"got a state whose count is {kind_of(count)}, not a 0-d tensor."
-        raise TreeError(message(text, mend="The state is what opt.init(params), or the last update, returned."))
+        raise TreeError(message(text, mend=_STATE))
 
 
 def check_update(kind: type, updates: Tree, state: Any, params: Tree, *, decay: float = 0.0) -> None:
-    """Refuse swapped arguments of an update, a loss instead of gradients, and weight decay without parameters."""
+    """Refuse swapped arguments, a loss instead of gradients, and weight decay without parameters."""
     check_state(kind, updates, state)
     other = params if params is not None else state[1]
     if isinstance(updates, tuple | Tensor) and other is not None and type(updates) is not type(other):
-        # fs.value_and_grad returns a value, or a pair of it and a weight, beside the gradients.
+        # fs.value_and_grad returns a loss, or (loss, count), and then the gradients.
         given = f"a tuple of {len(updates)}" if isinstance(updates, tuple) else f"a tensor {list(updates.shape)}"
-        text = f"got {given} in the place of gradients, and {type(other).__name__} for the rest."
-        mend = f"Values come first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {_ORDER}"
+        text = f"got {given} instead of gradients, and {type(other).__name__} for the rest."
+        mend = f"The loss comes first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {_ORDER}"
         raise TreeError(message(text, mend=mend))
     if decay:
         require_params(params, f"for weight_decay={decay}")
 
 
 def refuse_other_shards(moments: Tree, columns: Mapping[str, Sequence[Tensor]]) -> None:
-    """Refuse local tensors that are not the same shard of their leaves: kernels would read or write past an end."""
+    """Refuse local tensors that aren't the same shard of a leaf: kernels would read or write past an end."""
     shapes = [[x.shape for x in column] for column in columns.values()]
     if all(other == shapes[0] for other in shapes[1:]):
         return
@@ -461,14 +454,14 @@ def refuse_other_shards(moments: Tree, columns: Mapping[str, Sequence[Tensor]]) 
         for path, *leaf in zip(tree.paths(moments), *shapes, strict=True)
         if len({*leaf}) > 1
     ]
-    mend = "Bring all of them to layout.main with fs.shard or fs.reshard; a DTensor has to hold what it says."
-    raise LayoutError(message("got different parts of the same leaves on this rank.", rows, mend))
+    mend = "Bring all of them to layout.main with fs.shard or fs.reshard; check DTensors that you made yourself."
+    raise LayoutError(message("got different shards of the same leaves on this rank.", rows, mend))
 
 
 def refuse_other_shapes(first: Tree, second: Tree, labels: tuple[str, str]) -> None:
-    """Refuse trees of different paths or shapes: kernels would broadcast, or write a part of a tensor."""
-    # A plain tensor does not go with a DTensor, even if this rank has all of the DTensor: on other ranks
-    # the plain tensor would be whole beside a shard.
+    """Refuse trees of different paths or shapes: kernels would broadcast, or write part of a tensor."""
+    # A plain tensor never matches a DTensor, even if this rank has all of it: on other ranks a full tensor would meet
+    # a shard.
     flat, spec = tree.flatten(first)
     others = tree.flatten_up_to(spec, second, labels)
     if all(map(_alike, flat, others)):
@@ -479,15 +472,13 @@ def refuse_other_shapes(first: Tree, second: Tree, labels: tuple[str, str]) -> N
         if not _alike(x, y)
     ]
     text = f"got {labels[0]} and {labels[1]} of different shapes."
-    raise TreeError(message(text, rows, f"Give {labels[0]} and {labels[1]} of one model."))
+    raise TreeError(message(text, rows, f"Pass {labels[0]} and {labels[1]} of one model."))
 
 
 def refuse_no_gradients(grads: Tree, like: Tree) -> None:
     """Refuse gradients that are all None, as `.grad` of a tensor is without a `.backward()`."""
     if not tree.leaves(grads) and tree.leaves(like):
-        mend = (
-            "Compute them: value, grads = fs.value_and_grad(loss_fn)(params, batch); .grad of a parameter is None here."
-        )
+        mend = "Pass grads of value, grads = fs.value_and_grad(loss_fn)(params, batch); a parameter's .grad is None."
         raise TreeError(message("got no gradients: each of them is None.", mend=mend))
 
 
@@ -503,6 +494,6 @@ def _shape(x: Any, other: Any) -> str:
 
 
 def add_decay_(updates: Sequence[Tensor], params: Tree, moments: Tree, factor: float | Tensor) -> None:
-    """Adds a multiple of the parameters to updates, which are local tensors in the shardings of the moments."""
+    """Add a multiple of the parameters to updates, local tensors in the shardings of the moments."""
     main = [p.to(u.dtype) for p, u in zip(local_params(params, moments), updates, strict=True)]
     _compat.foreach_add_(updates, _compat.foreach_mul(main, factor))

@@ -1,4 +1,4 @@
-"""The global norm of a sharded tree, and clipping by it (Pascanu et al. 2013)."""
+"""The global norm of a sharded tree, and clipping by it."""
 
 from __future__ import annotations
 
@@ -27,29 +27,31 @@ from fsharding.transforms.norms import counts_here, norm_in_flight
 __all__ = ["LeafSquares", "carrier_sum", "clip_by_global_norm", "global_norm", "norm_axes", "square_sums"]
 
 _CHUNK = 1 << 18
-"""Elements that are widened at once: 2 MiB that stay in the last cache. Shorter ones are read more slowly."""
+"""Elements that are widened at once: 2 MiB, which stay in the last-level cache. Smaller chunks are slower."""
 
 _LARGE = 1 << 18
-"""Elements of a leaf from which on ranks that all have it share the work."""
-
+"""Size of a leaf from which ranks with equal copies divide the work."""
 
 _AWAY = 32 << 20
-"""Most bytes of leaves that are brought to the device at once to be squared there."""
+"""Most bytes that are copied to the device at once, to be squared there."""
 
 
 @public
 def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
-    """The root of the sum of squares over all leaves and all ranks: float32, 0-d. Collective.
+    """Compute the L2 norm over all leaves and all ranks: float32, 0-d, the same on every rank. Collective.
 
-    Inside a loss function or `fs.shard_map` it is the root of `fs.tree.vdot`, and can be differentiated as that can.
+    Squares are summed in float64. In a loss function or `fs.shard_map` it is differentiable, as `fs.tree.vdot` is.
 
     Args:
-        values: tree of DTensors, `Local` nodes and plain tensors.
-        shardings: where they are, such as `layout.main`; needed for leaves with explicit assignments.
+        values: Tree of DTensors, `Local` nodes and plain tensors.
+        shardings: Their shardings, such as `layout.main`; needed for leaves with explicit assignments.
+
+    Returns:
+        The norm; 0 for a tree without leaves.
 
     Raises:
-        LayoutError: a leaf is not reduced yet, or has an assignment that no `shardings` tell; all of them are listed.
-        TreeError: the trees do not match.
+        LayoutError: Leaves are not reduced yet, or have assignments but no `shardings`; all are listed.
+        TreeError: The trees do not match.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -62,17 +64,17 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
 
 
 class LeafSquares(NamedTuple):
-    """The sums of squares of full leaves, from which a norm is computed."""
+    """Sums of squares of full leaves, from which a norm is computed."""
 
     paths: tuple[str, ...]
     sums: Tensor  # float64[leaves], the same on every rank
 
     def norm(self) -> Tensor:
-        """The global norm, float32, 0-d."""
+        """Return the global norm, float32, 0-d."""
         return self.sums.sum().sqrt().float()
 
     def not_finite(self) -> list[str]:
-        """The paths of leaves that hold a NaN or an infinity on some rank; the host reads the sums."""
+        """Return paths of leaves with a NaN or an infinity on some rank; the host reads the sums."""
         bad = torch.isfinite(self.sums).logical_not().tolist()
         return [path for path, wrong in zip(self.paths, bad, strict=True) if wrong]
 
@@ -85,12 +87,12 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
         flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, ("values", "shardings"))
         given = dict(zip(named, flat, strict=True))
     elif hidden := [path for path, x in named.items() if isinstance(x, DTensor) and hides_owners(x)]:
-        mend = "Say where they are: fs.global_norm(grads, shardings=layout.main)."
+        mend = "Pass their shardings: fs.global_norm(grads, shardings=layout.main)."
         raise LayoutError(message("cannot tell who owns leaves with assignments.", hidden, mend))
     sharding_at = {path: _sharding(x, given[path]) for path, x in named.items()}
     unreduced = [f"{path}: {s}" for path, s in sharding_at.items() if s is not None and s.partial]
     if unreduced:
-        mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
+        mend = "Reduce them first: fs.value_and_grad(loss_fn, grads=layout.main)."
         raise LayoutError(message("needs reduced gradients.", unreduced, mend))
     squares: dict[str, Tensor] = {}
     away = {path: local_of(x).nbytes if is_away(x) else 0 for path, x in named.items()}
@@ -108,6 +110,7 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
     carrier = carrier_sum(groups, agreement.axes) if agreement is not None else None
     for axes, paths in groups.items():
         if axes:
+            # One all-reduce for all leaves that sum over the same axes; one of them also carries the agreement.
             terms = [squares[path] for path in paths]
             if agreement is not None and axes == carrier:
                 terms.append(agreement.as_term(terms[0].device))
@@ -121,18 +124,18 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
 
 
 def carrier_sum(sums: Iterable[tuple[str, ...]], axes: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the smallest sum over some axes that can carry one more number; None if there is none."""
+    """Return the smallest sum over some axes that can carry one more number; None if none can."""
     return min((over for over in sums if axes and {*axes} <= {*over}), key=lambda over: (len(over), over), default=None)
 
 
 def norm_axes(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
-    """Return the axes over which the squares of a leaf are summed: those that shard it or share the work."""
-    cut = (*sharding.simplified().spec.all_axes, *(a.axis for a in sharding.assigned))
-    return tuple(a for a in AXES if a in cut or a in _copies(sharding, numel))
+    """Return the axes over which the squares of a leaf are summed: those that shard it or divide the work."""
+    sharded = (*sharding.simplified().spec.all_axes, *(a.axis for a in sharding.assigned))
+    return tuple(a for a in AXES if a in sharded or a in _copies(sharding, numel))
 
 
 def _copies(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
-    """The data axes whose ranks have equal copies of a leaf, if it is so large that each squares a part of it."""
+    """Return the data axes whose ranks divide the squares of a leaf: it is large, and they have equal copies."""
     if numel < _LARGE:
         return ()
     used = sharding.spec.all_axes
@@ -141,7 +144,7 @@ def _copies(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
 
 
 def _share(x: Tensor, sharding: NamedSharding | None) -> Tensor:
-    """The elements that this rank squares, flat."""
+    """Return the elements that this rank squares, flat."""
     flat = (on_device(local_of(x), x.device_mesh.device_type) if isinstance(x, DTensor) else x).detach().reshape(-1)
     copies = _copies(sharding, x.numel()) if sharding is not None else ()
     if sharding is None or not copies:
@@ -158,9 +161,9 @@ def _sharding(x: Tensor, given: NamedSharding | None) -> NamedSharding | None:
 
 
 def _square_sums(shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sum of squares of each share (float64, 0-d)."""
+    """Return the sum of squares of each share (float64, 0-d)."""
     squares = {path: _square_sum(flat) for path, flat in shares.items() if flat.device.type == "cpu"}
-    # On a device one kernel reads many leaves of a dtype; `linalg.vector_norm` would first copy each to float64.
+    # On a device one kernel reads many leaves of a dtype; `linalg.vector_norm` would copy each to float64 first.
     away: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for path, flat in shares.items():
         if path not in squares:
@@ -174,7 +177,7 @@ def _square_sums(shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _square_sum(flat: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float64)
-    for part in flat.split(_CHUNK) if flat.numel() else ():  # torch 2.11 splits no empty fake tensor
+    for part in flat.split(_CHUNK) if flat.numel() else ():  # torch 2.11 can't split an empty fake tensor
         wide = buffer[: part.numel()].copy_(part)
         total += torch.dot(wide, wide)
     return total
@@ -182,13 +185,18 @@ def _square_sum(flat: Tensor) -> Tensor:
 
 @public
 def clip_by_global_norm(max_norm: float) -> ContextTransformation:
-    """Scales all gradients by `max_norm / (norm + 1e-6)` where that is below 1, as `torch.nn.utils.clip_grad_norm_`.
+    """Clip by the global norm (Pascanu et al. 2013, arXiv:1211.5063): `g * min(1, max_norm / (norm + 1e-6))`.
+
+    As `torch.nn.utils.clip_grad_norm_`, over all leaves and all ranks; optax has no 1e-6.
 
     Args:
-        max_norm: the largest global norm, above 0; infinity leaves gradients as they are.
+        max_norm: Largest global norm, above 0; infinity leaves gradients unchanged.
+
+    Returns:
+        A stateless `ContextTransformation`, to be put before an optimizer in `fs.optim.chain`.
 
     Raises:
-        ConfigError: another `max_norm`.
+        ConfigError: `max_norm` isn't above 0.
 
     Example:
         >>> clip = fs.optim.clip_by_global_norm(1.0)
@@ -196,7 +204,7 @@ def clip_by_global_norm(max_norm: float) -> ContextTransformation:
         tensor([0.6000, 0.8000])
     """
     if not max_norm > 0:
-        mend = "Give a norm above 0; math.inf leaves gradients as they are."
+        mend = "Pass a norm above 0; math.inf leaves gradients unchanged."
         raise ConfigError(message(f"got max_norm={max_norm}.", mend=mend))
 
     def change(updates: Tree, state: EmptyState, _: Tree, context: UpdateContext) -> tuple[Tree, EmptyState]:

@@ -1,4 +1,4 @@
-"""`chain`: one transformation after another; `multi_transform`: a different transformation for each group of leaves."""
+"""`chain`: transformations in sequence; `multi_transform`: a different transformation for each group of leaves."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from fsharding.base import tree
 from fsharding.base.errors import TreeError, listed, message
 from fsharding.base.public import check_optimizer, public
 from fsharding.base.tree import Tree
+from fsharding.optim import base
 from fsharding.optim.base import (
     ContextTransformation,
     GradientTransformation,
     InitContext,
     UpdateContext,
-    check_state,
-    multiply,
     transformation,
-    where_finite,
 )
 from fsharding.optim.stacked import of_one_layer
 
@@ -56,11 +54,17 @@ class MultiTransformState(NamedTuple):
 
 @public
 def chain(*transformations: GradientTransformation) -> ContextTransformation:
-    """Applies transformations one after the other; the first gets the gradients.
+    """Apply transformations in sequence, as `optax.chain`: the first gets the gradients, the next its updates.
+
+    Args:
+        *transformations: Transformations; without any, updates are returned unchanged.
+
+    Returns:
+        A `ContextTransformation`; its state is a `ChainState`.
 
     Raises:
-        ArgumentError: something that is no transformation.
-        TreeError: from the update: a state of another chain.
+        ArgumentError: An argument isn't a transformation.
+        TreeError: From the update: the state belongs to a different chain.
 
     Example:
         >>> opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.sgd(1.0))
@@ -80,19 +84,22 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
     def change(
         updates: Tree, state: ChainState, params: Tree, context: UpdateContext, scale: float | Tensor | None = None
     ) -> tuple[Tree, ChainState]:
-        _check_chain(updates, state, len(members))
+        base.check_state(ChainState, updates, state)
+        if len(state.states) != len(members):
+            text = f"got a state of {len(state.states)} transformations, but has {len(members)}."
+            raise TreeError(message(text, mend="Pass the state that this chain's init or update returned."))
         states: list[Tree] = []
-        # A member without a mask of its own may not overwrite the state that it may have to go back to.
+        # Only the last member masks. The others may not overwrite state that `where_finite` may have to restore.
         donate = context.donate and context.finite is None
         before_last = members if scale is None else members[:-1]
         for t, inner in zip(before_last, state.states, strict=False):
             if scale is not None and t.factor is not None and context.norm is not None:
-                # Multiplied in the pass that the last member makes anyway. In float64, as numbers of Python are.
+                # The last member multiplies anyway, in the same pass. In float64, as a Python float would be.
                 scale = t.factor(context.norm).double() * scale
             else:
-                updates = multiply(updates, 1.0 if scale is None else scale, donate=context.donate)
+                updates = base.multiply(updates, 1.0 if scale is None else scale, donate=context.donate)
                 updates, new = t.update(updates, inner, params, replace(context, donate=donate))
-                inner = where_finite(context.finite, new, inner)
+                inner = base.where_finite(context.finite, new, inner)
                 scale = None if scale is None else 1.0
             states.append(inner)
             context = replace(context, norm=None)
@@ -102,38 +109,33 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         params, inner = members[-1].apply(updates, state.states[-1], params, context, scale=scale)
         return params, ChainState((*states, inner))
 
-    # A norm is known before the first member alone.
+    # Only the first member gets the norm; for later ones it has changed.
     by_element = all(t.by_element and not (t.needs_norm and i) for i, t in enumerate(members))
     needs_norm = any(t.needs_norm for t in members)
     facts = {"masks": applies and members[-1].masks, "by_element": by_element, "needs_norm": needs_norm}
     return transformation(first, change, applies=applies, **facts)
 
 
-def _check_chain(updates: Tree, state: Any, count: int) -> None:
-    check_state(ChainState, updates, state)
-    if len(state.states) != count:
-        text = f"got a state of {len(state.states)} transformations, and has {count}."
-        raise TreeError(message(text, mend="Give the state that this chain's init or update made."))
-
-
 @public
 def multi_transform(
     groups: Mapping[str, GradientTransformation], labels: Tree | Callable[[str, Any], str]
 ) -> ContextTransformation:
-    """Gives every group of leaves a transformation of its own: other rates or optimizers, no weight decay for norms.
+    """Apply a different transformation to each group of leaves, as `optax.multi_transform`.
 
-    As `optax.multi_transform`. `optax.masked`, one transformation for some leaves and none for the others, is the case
-    with a group of `chain()`, which does nothing. A member sees None for the leaves of other groups.
+    A member sees None for the leaves of other groups. For `optax.masked`, give the other leaves `chain()`, the
+    identity.
 
     Args:
-        groups: a dict from label to transformation.
-        labels: tree of labels like the parameters, or a function of (path, leaf), such as `fs.optim.no_decay`. Where a
-            leaf stacks layers, the function gets the leaf of one layer, without values.
+        groups: Transformations by label.
+        labels: Tree of labels like the parameters, or a function `(path, leaf) -> label`, such as `fs.optim.no_decay`;
+            if a leaf stacks layers, the function gets the leaf of one layer, without values.
+
+    Returns:
+        A `ContextTransformation`; its state is a `MultiTransformState`.
 
     Raises:
-        ArgumentError: something that is no transformation.
-        TreeError: at `init`: a label without a transformation, or a group that no leaf is in; all are listed. From
-            the update: a state of other groups.
+        ArgumentError: A group isn't a transformation.
+        TreeError: Labels have no transformation, or groups no leaf; all are listed. Or a state has different groups.
 
     Example:
         >>> groups = {"train": fs.sgd(0.1), "none": fs.optim.chain()}
@@ -150,77 +152,72 @@ def multi_transform(
         labeled = _labeled(labels, params, context, groups)
         labeled.check(params)
         params_of = labeled.split(params)
-        contexts = labeled.init_contexts(params, context)
+        shardings, whole = (labeled.split(_pruned(x, params)) for x in (context.shardings, context.whole))
+        contexts = {g: replace(context, shardings=shardings[g], whole=whole[g]) for g in members}
         return MultiTransformState({g: t.init(params_of[g], contexts[g]) for g, t in members.items()})
 
     def change(
         updates: Tree, state: MultiTransformState, params: Tree, context: UpdateContext, scale: Any = None
     ) -> tuple[Tree, MultiTransformState]:
-        _check_groups(updates, state, groups)
+        base.check_state(MultiTransformState, updates, state)
+        if state.groups.keys() != groups.keys():
+            text = f"got a state of the groups {', '.join(state.groups)}, but has {', '.join(groups)}."
+            raise TreeError(message(text, mend="Pass the state that this optimizer's init or update returned."))
         pruned = _pruned(params, updates)
         labeled = _labeled(labels, updates if pruned is None else pruned, context, groups)
         updates_of, params_of = labeled.split(updates), labeled.split(pruned)
-        contexts = labeled.update_contexts(updates, context)
+        shardings = labeled.split(_pruned(context.shardings, updates))
         results: dict[str, tuple[Tree, Tree]] = {}
         for g, t in members.items():
-            of_group = updates_of[g], state.groups[g], params_of[g], contexts[g]
+            # The norm in the context covers all groups, so a member gets none.
+            of_group = updates_of[g], state.groups[g], params_of[g], replace(context, norm=None, shardings=shardings[g])
             if scale is None or t.apply is None:
                 results[g] = t.update(*of_group)
             else:
                 results[g] = t.apply(*of_group, scale=scale)
         return labeled.merge(updates if scale is None else params, results)
 
-    # A member that needs a norm needs the norm of its group, which no context has.
+    # A member needs the norm of its own group, which no context has.
     by_element = all(t.by_element and not t.needs_norm for t in members.values())
     applies, masks = all(t.apply is not None for t in members.values()), all(t.masks for t in members.values())
     return transformation(first, change, applies=applies, masks=applies and masks, by_element=by_element)
 
 
 class _Labeled(NamedTuple):
-    """The group of each leaf: splits trees by group, and merges what the groups make of them."""
+    """The group of each leaf: splits trees by group, and merges the results of the groups."""
 
     labels: Tree
     groups: Collection[str]
 
     def split(self, values: Tree) -> dict[str, Tree]:
-        """A tree for each group, with None for the leaves of others; None for each group where there is no tree."""
+        """Return a tree for each group, with None for other leaves; None for each group without a tree."""
         if values is None:
             return dict.fromkeys(self.groups)
         return {g: tree.map(lambda x, label: x if label == g else None, values, self.labels) for g in self.groups}  # noqa: B023
 
-    def init_contexts(self, params: Tree, context: InitContext) -> dict[str, InitContext]:
-        """The context of each group: its own shardings and whole leaves."""
-        shardings, whole = (self.split(_pruned(x, params)) for x in (context.shardings, context.whole))
-        return {g: replace(context, shardings=shardings[g], whole=whole[g]) for g in self.groups}
-
-    def update_contexts(self, updates: Tree, context: UpdateContext) -> dict[str, UpdateContext]:
-        """The context of each group: its own shardings, and no norm, since the norm covers all groups."""
-        shardings = self.split(_pruned(context.shardings, updates))
-        return {g: replace(context, norm=None, shardings=shardings[g]) for g in self.groups}
-
     def merge(self, values: Tree, results: dict[str, tuple[Tree, Tree]]) -> tuple[Tree, MultiTransformState]:
-        """The results of all groups as one tree, and their states; leaves without a label are those of `values`."""
+        """Merge the results of all groups, and their states; unlabeled leaves are taken from `values`."""
         by_group = {g: tree.named_leaves(result) for g, (result, _) in results.items()}
         label_of = tree.named_leaves(self.labels)
         merged = tree.map_with_path(lambda path, x: by_group[label_of[path]][path] if path in label_of else x, values)
         return merged, MultiTransformState({g: inner for g, (_, inner) in results.items()})
 
     def check(self, params: Tree) -> None:
-        """Refuse labels without a group, and groups that no leaf is in."""
+        """Refuse labels without a group, and groups without a leaf."""
         rows: list[str] = []
         groups = self.groups
         tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, self.labels)
         if rows:
-            known = f"Labels are {listed(map(repr, groups))}."
+            known = f"Use one of the groups as a label: {listed(map(repr, groups))}."
             raise TreeError(message("has labels without a transformation.", rows, known))
-        # Frozen leaves have no label here, and may belong to a group.
+        # Frozen leaves have no label here, but may be the ones that a group is for.
         if any(x is None for x in tree.leaves(params, is_leaf=lambda x: x is None)):
             return
         used = set(tree.leaves(self.labels))
         if used and (idle := [repr(group) for group in groups if group not in used]):
             given = listed(f"{path}: {label!r}" for path, label in tree.named_leaves(self.labels).items())
-            mend = f"Leaves have {given}. Take the group out, or mend the labels."
-            raise TreeError(message("has groups that no leaf is in.", idle, mend))
+            mend = f"Leaves have {given}. Remove the group, or fix the labels."
+            raise TreeError(message("has groups without a leaf.", idle, mend))
 
 
 def _labeled(labels: Any, params: Tree, context: InitContext | UpdateContext, groups: Collection[str]) -> _Labeled:
@@ -232,12 +229,5 @@ def _labeled(labels: Any, params: Tree, context: InitContext | UpdateContext, gr
 
 
 def _pruned(values: Tree, updates: Tree) -> Tree:
-    """The leaves that the updates have, of parameters or shardings; None where there are none."""
+    """Return the parameters or shardings of leaves that have updates; None for None."""
     return tree.prune(values, updates, _LABELS) if values is not None else None
-
-
-def _check_groups(updates: Tree, state: Any, groups: Mapping[str, Any]) -> None:
-    check_state(MultiTransformState, updates, state)
-    if state.groups.keys() != groups.keys():
-        text = f"got a state of the groups {', '.join(state.groups)}, and has {', '.join(groups)}."
-        raise TreeError(message(text, mend="Give the state that its own init or update made."))

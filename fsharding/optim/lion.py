@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum (Chen et al. 2023, algorithm 2), as a rule."""
+"""Lion: the sign of an interpolated momentum, as a rule."""
 
 from __future__ import annotations
 
@@ -39,18 +39,23 @@ def lion(
     weight_decay: float = 0.0,
     moments: MomentType = None,
 ) -> ContextTransformation:
-    """Lion: update `-lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)`, then `m = b2 * m + (1 - b2) * g`.
+    """Lion (Chen et al. 2023, arXiv:2302.06675): `-lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)`.
+
+    Then `m = b2 * m + (1 - b2) * g`. Weight decay is off by default (optax 1e-3).
 
     Args:
-        learning_rate: a number, or a function of the number of updates so far.
-        b1: share of the momentum in the direction of the update.
-        b2: decay of the momentum, at least 0 and below 1.
-        weight_decay: decoupled decay, times the learning rate.
-        moments: the dtype, or the format of 8 bits, in which the momentum is kept, as in `fs.adamw`.
+        learning_rate: Step size: a float, or a schedule `count -> rate`.
+        b1: Share of the momentum in the direction of the update, in [0, 1].
+        b2: Decay rate of the momentum, in [0, 1].
+        weight_decay: Decoupled weight decay, multiplied by the learning rate.
+        moments: Storage dtype of the momentum, or an 8-bit format, as in `fs.adamw`.
+
+    Returns:
+        A `ContextTransformation`; its state is a `LionState`.
 
     Raises:
-        ConfigError: numbers below 0, or above 1 for the momentum; a momentum in a dtype that kernels lack.
-        TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
+        ConfigError: Settings are out of range (all are listed); or `moments` is a dtype without kernels.
+        TreeError: From the update: parameters are missing, though they decay; or gradients or state don't match.
 
     Example:
         >>> params, opt = {"w": torch.ones(2)}, fs.optim.lion(0.1)

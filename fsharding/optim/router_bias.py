@@ -1,4 +1,4 @@
-"""Update the biases that balance experts by the sign of their load (Wang et al. 2024, algorithm 1)."""
+"""Update the biases that balance experts by the sign of their load (Wang et al. 2024, arXiv:2408.15664)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ __all__ = ["against_load", "split_loads"]
 
 def split_loads(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Tensor]]:
     """Split gradients into a tree with zeros instead of loads, and the loads by path."""
-    loads = {path: _here(x) for path, x in tree.named_leaves(grads).items() if path in paths} if paths else {}
+    # Loads are few numbers: those that are kept elsewhere are copied to the device and stay there.
+    found = {path: x for path, x in tree.named_leaves(grads).items() if path in paths} if paths else {}
+    loads: dict[str, Tensor] = {
+        path: like(x, on_device(local_of(x), x.device_mesh.device_type)) if isinstance(x, DTensor) else x
+        for path, x in found.items()
+    }
     if not loads:
         return grads, loads
     zeros = {path: torch.zeros_like(local_of(x)) for path, x in loads.items()}
@@ -30,8 +35,8 @@ def split_loads(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Te
 def against_load(
     opt: ContextTransformation, loads: Mapping[str, Tensor], rates: Mapping[str, float]
 ) -> ContextTransformation:
-    """Change leaves with loads by `-rate * sign(load)`, whatever an optimizer makes of their zeros."""
-    # Without `apply`: biases are changed between the optimizer and the sum, so the two cannot be one pass.
+    """Change leaves with loads by `-rate * sign(load)`, whatever an optimizer computes from their zeros."""
+    # No `apply`: biases are changed after the optimizer and before the sum, so the two can't be one pass.
 
     def update(
         updates: Tree, state: Tree, params: Tree = None, context: UpdateContext = UpdateContext()
@@ -46,8 +51,3 @@ def against_load(
         return like_leaf(loads[path], torch.sign(load) * -rates[path])
 
     return ContextTransformation(opt.init, update, by_element=opt.by_element, needs_norm=opt.needs_norm)
-
-
-def _here(x: Tensor) -> Tensor:
-    """A gradient on the device; loads are few numbers, so they stay there."""
-    return like(x, on_device(local_of(x), x.device_mesh.device_type)) if isinstance(x, DTensor) else x

@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the number of updates: `schedule(count) -> float`."""
+"""Learning rates as pure functions of the number of updates: `schedule(count) -> rate`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ _noted: ContextVar[list[float] | None] = ContextVar("noted rates", default=None)
 
 
 def tensor_schedule(rate: _Function) -> _Function:
-    """Marks a schedule of one's own as one that also takes the count as a tensor, so that no update reads it.
+    """Mark a custom schedule as one that also takes the count as a tensor, so that no update waits for the device.
 
-    An optimizer calls it with a float64 of no dims, and takes what it returns: a number, or a 0-d tensor. A schedule
-    without this mark gets an int, for which the host waits until the device has counted the last update.
+    It is called with a 0-d float64 tensor and returns a number or a 0-d tensor. Others get an int that the host reads.
 
     Args:
-        rate: a function of arithmetic and functions of torch, without an `if` on the count.
+        rate: A function of arithmetic and functions of torch, without an `if` on the count.
 
     Returns:
-        The function itself.
+        The same function.
 
     Example:
         >>> @fs.optim.schedules.tensor_schedule
@@ -50,17 +49,19 @@ def tensor_schedule(rate: _Function) -> _Function:
 
 
 def rate_at(schedule: Schedule, count: Tensor) -> float | Tensor:
-    """The rate at a count that is a tensor: a number, or float64 of no dims on the device of the count.
+    """Return the rate at a count that is a tensor.
 
     Args:
-        schedule: of any kind; one that is not marked as a `tensor_schedule` reads the count.
-        count: of updates so far, int64, 0-d.
+        schedule: Any schedule; unless it is marked by `tensor_schedule`, the host reads the count.
+        count: Number of updates so far, int64, 0-d.
+
+    Returns:
+        A number; or, from a `tensor_schedule`, a 0-d float64 tensor on the device of the count.
 
     Example:
-        >>> from fsharding.optim import schedules
-        >>> schedules.rate_at(schedules.linear(0.0, 1.0, 4), torch.tensor(1))
+        >>> fs.optim.schedules.rate_at(fs.optim.schedules.linear(0.0, 1.0, 4), torch.tensor(1))
         tensor(0.2500, dtype=torch.float64)
-        >>> schedules.rate_at(lambda count: 0.1 if count < 10 else 0.01, torch.tensor(1))
+        >>> fs.optim.schedules.rate_at(lambda count: 0.1 if count < 10 else 0.01, torch.tensor(1))
         0.1
     """
     if getattr(schedule, _TAKES_TENSORS, False):
@@ -77,10 +78,12 @@ def rate_at(schedule: Schedule, count: Tensor) -> float | Tensor:
 def noting_rates() -> Generator[list[float]]:
     """Collect the rates that the host computes in the block, in order.
 
+    Returns:
+        A context manager of a list of rates. Rates that are tensors are left out: comparing them would read the device.
+
     Example:
-        >>> from fsharding.optim import schedules
-        >>> with schedules.noting_rates() as rates:
-        ...     _ = schedules.rate_at(lambda count: 0.1 * count, torch.tensor(2))
+        >>> with fs.optim.schedules.noting_rates() as rates:
+        ...     _ = fs.optim.schedules.rate_at(lambda count: 0.1 * count, torch.tensor(2))
         >>> rates
         [0.2]
     """
@@ -90,22 +93,35 @@ def noting_rates() -> Generator[list[float]]:
 
 
 def constant(value: float) -> Schedule:
-    """The same rate at every step.
+    """Return a schedule with the same rate at every step.
+
+    Args:
+        value: The rate.
+
+    Returns:
+        A `tensor_schedule`.
 
     Example:
-        >>> rate = fs.optim.schedules.constant(0.1)
-        >>> rate(0), rate(1000)
-        (0.1, 0.1)
+        >>> fs.optim.schedules.constant(0.1)(1000)
+        0.1
     """
     return tensor_schedule(lambda count: value)
 
 
 @public
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """From `start` to `end` in `steps` equal steps, `end` from there on.
+    """Interpolate linearly: `start + (end - start) * min(count / steps, 1)`, as `optax.linear_schedule`.
+
+    Args:
+        start: Rate at count 0.
+        end: Rate from count `steps` on.
+        steps: Number of equal steps between them, 1 or more.
+
+    Returns:
+        A `tensor_schedule`.
 
     Raises:
-        ConfigError: fewer than 1 step.
+        ConfigError: `steps` is below 1.
 
     Example:
         >>> rate = fs.optim.schedules.linear(0.0, 1.0, 4)
@@ -113,17 +129,29 @@ def linear(start: float, end: float, steps: int) -> Schedule:
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
     if steps < 1:
-        mend = "Give 1 or more, or use fs.optim.schedules.constant."
+        mend = "Pass 1 or more, or use fs.optim.schedules.constant."
         raise ConfigError(message(f"got steps={steps}.", mend=mend))
     return tensor_schedule(lambda count: start + (end - start) * _at_most_1(count / steps))
 
 
 @public
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, *, end: float = 0.0) -> Schedule:
-    """Linear up to `peak` in `warmup_steps`, then half a cosine to `end` at `total_steps` (Loshchilov & Hutter 2017).
+    """Warm up linearly to a peak, then decay by half a cosine (SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983).
+
+    The rate is `peak * (count + 1) / warmup_steps` during warm-up: the first update already moves, unlike
+    `optax.warmup_cosine_decay_schedule`, which starts at 0.
+
+    Args:
+        peak: Largest rate.
+        warmup_steps: Number of warm-up steps; 0 starts at the peak.
+        total_steps: Number of steps, warm-up included, after which the rate stays at `end`.
+        end: Final rate.
+
+    Returns:
+        A `tensor_schedule`.
 
     Raises:
-        ConfigError: a negative number of steps, or more than `total_steps` of warm-up.
+        ConfigError: `warmup_steps` is negative, or above `total_steps`.
 
     Example:
         >>> rate = fs.optim.schedules.warmup_cosine(1.0, 2, 6)
@@ -131,7 +159,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, *, end: floa
         [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     if not 0 <= warmup_steps <= total_steps:
-        mend = "Give a warm-up from 0 to total_steps; fs.optim.schedules.linear warms up alone."
+        mend = "Pass warmup_steps from 0 to total_steps; fs.optim.schedules.linear only warms up."
         text = f"got warmup_steps={warmup_steps} and total_steps={total_steps}."
         raise ConfigError(message(text, mend=mend))
 
@@ -152,7 +180,13 @@ def _at_most_1(share: Any) -> Any:
 
 
 def as_schedule(rate: float | Schedule) -> Schedule:
-    """A schedule from a schedule or a number.
+    """Return a schedule for a number; a schedule is returned as it is.
+
+    Args:
+        rate: A number or a schedule.
+
+    Returns:
+        A schedule.
 
     Example:
         >>> fs.optim.schedules.as_schedule(0.1)(5)

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013), as a rule."""
+"""Stochastic gradient descent, optionally with momentum, as a rule."""
 
 from __future__ import annotations
 
@@ -44,21 +44,25 @@ def sgd(
     weight_decay: float = 0.0,
     moments: MomentType = None,
 ) -> ContextTransformation:
-    """SGD: `t = momentum * t + d`, update `-lr * t`; with Nesterov's, `-lr * (d + momentum * t)`.
+    """SGD with momentum (Sutskever et al. 2013): `-lr * t` with `t = momentum * t + d` and `d = g + weight_decay * p`.
 
-    Here `d = g + weight_decay * p`, of which `t` gets the share `1 - dampening`, but all of the first one.
+    Equals `torch.optim.SGD`: with dampening, t gets the share `1 - dampening` of every d but the first; with `nesterov`
+    the update is `-lr * (d + momentum * t)`. Unlike in AdamW, weight decay is added to the gradient.
 
     Args:
-        learning_rate: a number, or a function of the number of updates so far.
-        momentum: decay of the trace; 0 keeps none.
-        dampening: share of a gradient that is not added to the trace.
-        nesterov: look ahead; without dampening only.
-        weight_decay: added to the gradient, as in `torch.optim.SGD`.
-        moments: the dtype, or the format of 8 bits, in which the trace is kept, as in `fs.adamw`.
+        learning_rate: Step size: a float, or a schedule `count -> rate`.
+        momentum: Decay rate of the trace; 0 stores none.
+        dampening: Share of a gradient that isn't added to the trace.
+        nesterov: Whether to use Nesterov momentum, which needs momentum and no dampening.
+        weight_decay: Factor of the parameters that are added to the gradient.
+        moments: Storage dtype of the trace, or an 8-bit format, as in `fs.adamw`.
+
+    Returns:
+        A `ContextTransformation`; its state is an `SgdState`.
 
     Raises:
-        ConfigError: Nesterov's with dampening or without momentum; numbers below 0; a trace in a dtype without kernels.
-        TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
+        ConfigError: `nesterov` lacks momentum or has dampening; settings are below 0; or `moments` has no kernels.
+        TreeError: From the update: parameters are missing, though they decay; or gradients or state don't match.
 
     Example:
         >>> opt = fs.sgd(0.5, momentum=0.9)
@@ -71,7 +75,7 @@ def sgd(
     check_settings((FROM_0, above))
     if nesterov and (dampening or not momentum):
         text = f"got nesterov=True with momentum={momentum} and dampening={dampening}."
-        raise ConfigError(message(text, mend="Nesterov's needs momentum and no dampening."))
+        raise ConfigError(message(text, mend="Pass nesterov=True with a momentum above 0 and dampening=0."))
 
     def plain(grads: list[Tensor], count: Tensor) -> list[Tensor]:
         return grads
@@ -79,7 +83,7 @@ def sgd(
     def with_momentum(grads: list[Tensor], trace: list[Tensor], count: Tensor) -> list[Tensor]:
         added = grads
         if dampening:
-            # The first gradient is added whole.
+            # The first gradient is added in full, as in torch.
             one = torch.ones((), dtype=torch.float64, device=count.device)
             added = _compat.foreach_mul(grads, torch.where(count > 0, 1 - dampening, one))
         _compat.foreach_mul_(trace, momentum)

@@ -32,16 +32,18 @@ STACKS = ("blocks",)
 
 
 def stacked_dims(path: str, stacks: Sequence[str]) -> int:
-    """How many first dims of a leaf count units: 1 under the path of a stack, else 0."""
+    """Return how many first dims of a leaf count units: 1 under the path of a stack, else 0."""
     return int(any(begins(path, entry) for entry in stacks))
 
 
 def label_matrices(stacks: Sequence[str] = STACKS) -> Callable[[str, Any], str]:
-    """Labels for `multi_transform`: "matrix" for matrices of stacked units, "other" for embedding, head, norms, biases.
+    """Make labels for `multi_transform`: "matrix" for matrices of stacked units, "other" for all other leaves.
 
     Args:
-        stacks: dotted paths, or beginnings of them, of leaves whose first dim counts units; those of a `Model` are
-            under `blocks`.
+        stacks: Dotted paths, or their beginnings, of leaves whose first dim counts units; in a `Model`, `blocks`.
+
+    Returns:
+        A function `(path, leaf) -> label`.
 
     Example:
         >>> label = fs.optim.label_matrices()
@@ -58,14 +60,17 @@ def label_matrices(stacks: Sequence[str] = STACKS) -> Callable[[str, Any], str]:
 
 
 def no_decay(path: str, leaf: Any) -> str:
-    """Labels for `multi_transform`: "decay" for leaves of two dims and more, "no_decay" for norms, biases and scalars.
+    """Label a leaf for `multi_transform`: "decay" for two dims or more, "no_decay" for norms, biases and scalars.
 
-    It is the usual rule of training loops in torch, `p.ndim >= 2`, for the parameters of one layer.
+    This is the usual rule of torch training loops, `p.ndim >= 2`, for the parameters of one layer.
 
     Args:
-        path: dotted, of the leaf.
-        leaf: a tensor; `multi_transform` gives that of one layer where a leaf stacks layers: its first dim has the name
-            "layers" in `names=`, or, where a tree has no names, it is under `blocks`.
+        path: Dotted path of the leaf.
+        leaf: A tensor. If a leaf stacks layers (its first dim is named "layers" in `names=`, or, without names, it is
+            under `blocks`), `multi_transform` passes the leaf of one layer.
+
+    Returns:
+        "decay" or "no_decay".
 
     Example:
         >>> groups = {"decay": fs.adamw(0.1, weight_decay=0.1), "no_decay": fs.adamw(0.1)}
@@ -91,7 +96,7 @@ def of_one_layer(path: str, leaf: Tensor, stacked: Mapping[str, bool] | None) ->
     """Return the leaf as labels see it: of one layer, without values, if its first dim counts layers."""
     known = (stacked or {}).get(path)
     if known is None:
-        # A list of blocks has numbers in its paths.
+        # A list of blocks isn't stacked; its paths have numbers.
         known = stacked_dims(path, STACKS) and not any(part.isdigit() for part in path.split("."))
     return _layer(leaf.shape[1:], leaf.dtype) if known and leaf.ndim else leaf
 
@@ -99,7 +104,7 @@ def of_one_layer(path: str, leaf: Tensor, stacked: Mapping[str, bool] | None) ->
 def assigned_shardings(
     values: Tree, shardings: Tree = None, *, known: Sequence[str] = ()
 ) -> list[NamedSharding | None]:
-    """Return the sharding of each leaf with the assignments that its DTensor lacks; None for a plain tensor."""
+    """Return the sharding of each leaf, with assignments that its DTensor lacks; None for a plain tensor."""
     named = tree.named_leaves(values)
     given: list[Any] = [None] * len(named)
     if shardings is not None:
@@ -120,14 +125,14 @@ def assigned_shardings(
             local_shape = tuple(local_of(x).shape)
             want = of_leaf.local_shape(shape)
             if want != local_shape:
-                text = f"{of_leaf} of {list(shape)} is not what this rank holds"
-                rows.append(f"{path}: {text}: {list(want)}, and it has {list(local_shape)}")
+                text = f"{of_leaf} of {list(shape)} does not match this rank's shard"
+                rows.append(f"{path}: {text}: {list(want)}, but it has {list(local_shape)}")
         elif sharding is not None or not {*hidden} <= {*known}:
             rows.append(f"{path} is assigned over {', '.join(a for a in hidden if a not in known)}")
         result.append(of_leaf)
     if rows:
         mend = (
-            "Say where they are, as the train step does: fs.optim.InitContext(shardings=layout.main) goes to opt.init,"
+            "Pass their shardings, as the train step does: fs.optim.InitContext(shardings=layout.main) to opt.init,"
             " fs.optim.UpdateContext(shardings=layout.main) to opt.update."
         )
         raise LayoutError(message("cannot tell who owns leaves with assignments.", rows, mend))
@@ -149,17 +154,17 @@ def sum_dims(
     *,
     shardings: Sequence[NamedSharding | None] | None = None,
 ) -> list[Tensor]:
-    """Sums over dims of whole leaves, from the shards of all ranks. Collective over the axes that cut these dims.
+    """Sum over dims of full leaves, from the shards of all ranks. Collective over the axes that shard these dims.
 
     Args:
-        terms: this rank's shards of the summands; made one by one, if a generator makes them.
-        leaves: for each term a leaf of its sharding: a DTensor, or a plain tensor that is whole.
-        dims: to sum over, for each term; they stay, with size 1.
-        shardings: of each leaf, such as those of `layout.main`. Without it a leaf with assignments, which its DTensor
-            does not have, is summed over its slice of the mesh.
+        terms: This rank's shards of the summands; a generator makes them one at a time.
+        leaves: A leaf with the sharding of each term: a DTensor, or a full plain tensor.
+        dims: Dims to sum over, for each term; they stay, with size 1.
+        shardings: Sharding of each leaf, as in `layout.main`. Without it, a leaf with assignments is summed over its
+            slice of the mesh.
 
     Returns:
-        float64, on every rank that holds the same range of the other dims.
+        float64 sums, the same on all ranks that have the same range of the other dims.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(2, 3)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -173,12 +178,12 @@ def sum_dims(
     given = [None] * len(leaves) if shardings is None else shardings
     for i, (leaf, over, with_owners) in enumerate(zip(leaves, dims, given, strict=True)):
         if isinstance(leaf, DTensor):
-            # On the whole mesh, not its slice: all ranks know its groups.
+            # On the full mesh, not its slice: all ranks have its groups.
             sharding: NamedSharding = to_local(leaf).sharding
             owners = with_owners.assigned if with_owners is not None else ()
-            cut = {axis for dim in over for axis in sharding.axes(dim)} | {a.axis for a in owners if a.dim in over}
-            if cut:
-                groups.setdefault((sharding.mesh, tuple(a for a in AXES if a in cut)), []).append(i)
+            axes = {axis for dim in over for axis in sharding.axes(dim)} | {a.axis for a in owners if a.dim in over}
+            if axes:
+                groups.setdefault((sharding.mesh, tuple(a for a in AXES if a in axes)), []).append(i)
     totals: list[Handle[Tensor]] = []
     for (mesh, axes), members in groups.items():
         flat = torch.cat([sums[i].reshape(-1) for i in members])

@@ -1,4 +1,4 @@
-"""`apply_updates` adds updates to parameters in their own shardings; `apply_gradients` is a full optimizer step."""
+"""`apply_updates` adds updates to parameters in their shardings; `apply_gradients` is a full optimizer step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,12 @@ from fsharding.base.public import check_optimizer, public, refuse, refuse_state
 from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import sharding_here
 from fsharding.comm.redistribute import redistribute
-from fsharding.optim.base import (
-    ContextTransformation,
-    GradientTransformation,
-    UpdateContext,
-    clone,
-    local_leaves,
-    multiply,
-    refuse_other_shapes,
-    shardings_of,
-    where_finite,
-)
-from fsharding.optim.chunked_update import chunk_size, leaves_of, rounds_by_key, step_key, write_param
+from fsharding.optim import base
+from fsharding.optim.base import ContextTransformation, GradientTransformation, UpdateContext
+from fsharding.optim.chunked_update import rounds_by_key, step_key, write_param
+from fsharding.optim.chunks import chunk_size
 from fsharding.optim.clip import global_norm
+from fsharding.optim.coded_moment import leaves_of
 from fsharding.optim.windows import through_windows
 from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of
@@ -46,23 +39,22 @@ def apply_gradients(
     *,
     scale: float | Tensor = 1.0,
 ) -> tuple[Tree, Tree]:
-    """One optimizer step: `update` and `apply_updates`, or the optimizer's own way to do both at once.
+    """Run one optimizer step: `opt.update` and `apply_updates`, or the optimizer's `apply`, which does both at once.
 
     Args:
-        opt: the optimizer, such as `fs.adamw(1e-3)`.
-        grads: mean gradients; None at a leaf leaves the parameter as it is.
-        state: the optimizer's state, as `opt.init` makes it.
-        params: tree of DTensors or plain tensors.
-        context: facts about this step. With `donate`, gradients, state and parameters may be overwritten; `norm` is
-            that of the scaled gradients; where `finite` is false, parameters and state come out as they went in, bit
-            for bit, and the host does not read it.
-        scale: the gradients are still to be multiplied by it, a number or a 0-d tensor.
+        opt: Optimizer, such as `fs.adamw(1e-3)`.
+        grads: Mean gradients; None at a leaf keeps the parameter.
+        state: Optimizer state, as `opt.init` returns it.
+        params: Tree of DTensors or plain tensors.
+        context: Facts about this step. With `donate`, all arguments may be overwritten; `norm` is the norm after
+            scaling; if `finite` is false, parameters and state keep every bit.
+        scale: Factor of the gradients, a number or a 0-d tensor.
 
     Returns:
-        (parameters, state), in the shardings and dtypes that they had.
+        (parameters, state), in the shardings and dtypes of the inputs.
 
     Raises:
-        ConfigError: `opt` is no `GradientTransformation`.
+        ConfigError: `opt` isn't a `GradientTransformation`.
 
     Example:
         >>> params, opt = {"w": torch.ones(2)}, fs.sgd(0.5)
@@ -87,39 +79,39 @@ def _apply(
     context: UpdateContext,
     scale: float | Tensor,
 ) -> tuple[Tree, Tree]:
-    """`apply_gradients` where all leaves are where it is computed."""
+    """Run `apply_gradients` on leaves that are where the update is computed."""
     finite = context.finite
     donate = context.donate
     masks = finite is None or (transformation.apply is not None and transformation.masks)
     if not masks:
-        # Without a mask of its own a transformation may not overwrite the values that it may have to go back to.
+        # A transformation that does not mask may not overwrite values that `where_finite` may have to restore.
         context = replace(context, donate=False, finite=None)
     if transformation.apply is not None:
         new_params, new_state = transformation.apply(grads, state, params, context, scale=scale)
     else:
-        updates = multiply(grads, scale, donate=donate)
+        updates = base.multiply(grads, scale, donate=donate)
         updates, new_state = transformation.update(updates, state, params, context)
         new_params = add_updates(params, updates, context, donate=context.donate)
     if masks:
         return new_params, new_state
-    return where_finite(finite, new_params, params), where_finite(finite, new_state, state)
+    return base.where_finite(finite, new_params, params), base.where_finite(finite, new_state, state)
 
 
 @public
 def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
-    """Adds updates to parameters.
+    """Add updates to parameters.
 
     Args:
-        params: tree of DTensors or plain tensors.
-        updates: the same tree, in any data sharding; None at a leaf leaves the parameter as it is.
-        donate: the parameters may be overwritten.
+        params: Tree of DTensors or plain tensors.
+        updates: The same tree, in any data sharding; None at a leaf keeps the parameter.
+        donate: Whether the parameters may be overwritten.
 
     Returns:
-        The new parameters in the shardings and dtypes of `params`.
+        New parameters in the shardings and dtypes of `params`.
 
     Raises:
-        TreeError: parameters and updates differ in paths or shapes; all such leaves are listed.
-        ArgumentError: a whole state is given for its parameters, or the pair that `opt.update` returns for its updates.
+        TreeError: Parameters and updates differ in paths or shapes; all such leaves are listed.
+        ArgumentError: `params` is a full state, or `updates` is the pair that `opt.update` returns.
 
     Example:
         >>> params = {"w": torch.ones(2), "frozen": torch.ones(1)}
@@ -134,8 +126,8 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 
 
 def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: bool = False) -> Tree:
-    """Apply updates as `apply_updates` does; the context says how parameters are rounded."""
-    deltas = local_leaves(updates)
+    """Apply updates as `apply_updates` does, with parameters rounded as the context requires."""
+    deltas = base.local_leaves(updates)
     stochastic = rounds_by_key(tree.leaves(params), context)
     leaves = leaves_of(updates, context.shardings) if stochastic else []
     key = functools.cache(lambda: step_key(context, torch.zeros((), dtype=torch.int64)))
@@ -143,8 +135,8 @@ def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: 
     def added(i: int, param: Tensor) -> Tensor:
         delta = deltas[i]
         if not stochastic or param.dtype != torch.bfloat16:
-            return _add(param, delta, donate)
-        new = param if donate else clone(param)
+            return param.add_(delta) if donate and param.dtype == delta.dtype else (param + delta).to(param.dtype)
+        new = param if donate else base.clone(param)
         for chunk in leaves[i].chunks(chunk_size(new.device)):
             value = chunk.of(new)
             wide_sum = value.to(torch.float32) + chunk.of(delta).to(torch.float32)
@@ -166,7 +158,7 @@ def change_slices(
     *,
     donate: bool = False,
 ) -> Tree:
-    """Change parameters in another sharding: reshard them to it and back. None in `where` leaves a leaf as it is."""
+    """Change parameters in a different sharding: reshard them to it and back. None in `where` keeps a leaf."""
     leaves, spec = tree.flatten(params)
     marks = tree.flatten_up_to(spec, where, labels)
     unlike = (
@@ -175,7 +167,7 @@ def change_slices(
         for leaf, mark in zip(leaves, marks, strict=True)
     )
     if any(unlike):
-        refuse_other_shapes(tree.prune(params, where, labels), where, labels)
+        base.refuse_other_shapes(tree.prune(params, where, labels), where, labels)
     targets = tree.unflatten(spec, [sharding_here(m) if isinstance(m, DTensor) else None for m in marks])
     slices = tree.leaves(redistribute(params, targets))
     changed = iter(change([local_of(x) for x, mark in zip(slices, marks, strict=True) if mark is not None]))
@@ -183,10 +175,4 @@ def change_slices(
     for leaf, part, mark in zip(leaves, slices, marks, strict=True):
         new = next(changed) if mark is not None else leaf
         resharded.append(named_sharding.like(part, new) if mark is not None and isinstance(part, DTensor) else new)
-    return redistribute(tree.unflatten(spec, resharded), shardings_of(params), into=params if donate else None)
-
-
-def _add(param: Tensor, delta: Tensor, donate: bool) -> Tensor:
-    if donate and param.dtype == delta.dtype:
-        return param.add_(delta)
-    return param.add(delta.to(param.dtype)) if param.dtype == delta.dtype else (param + delta).to(param.dtype)
+    return redistribute(tree.unflatten(spec, resharded), base.shardings_of(params), into=params if donate else None)

@@ -1,4 +1,4 @@
-"""Check the settings of optimizers when an optimizer is made."""
+"""Checks of settings when an optimizer is made."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Needs(NamedTuple):
 
 
 FROM_0 = Needs("a finite number from 0", lambda x: 0 <= x < math.inf)  # learning rates, weight decay, eps
-ABOVE_0 = Needs("a number above 0", lambda x: x > 0)  # bounds; infinity is none
-FROM_1 = Needs("a whole number from 1", lambda x: x >= 1 and float(x).is_integer())
-# Decays of moments: the correction of their bias divides by 1 - decay.
+ABOVE_0 = Needs("a number above 0", lambda x: x > 0)  # bounds; infinity means no bound
+FROM_1 = Needs("an integer from 1", lambda x: x >= 1 and float(x).is_integer())
+# Decay rates of moments: bias correction divides by 1 - decay.
 BELOW_1 = Needs("a number from 0, below 1", lambda x: 0 <= x < 1)
 TO_1 = Needs("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
 def check_settings(*groups: tuple[Needs, Mapping[str, Any]]) -> None:
-    """Refuse numbers that do not meet their condition, and callables that are no schedules; list all of them."""
+    """Refuse numbers that violate their condition, and callables that aren't schedules; list all of them."""
     given = {name: value for _, values in groups for name, value in values.items()}
-    if uncalled := [f"{name}: {why}" for name, value in given.items() if (why := _why_no_schedule(value))]:
-        mend = "Make the schedule first, such as fs.optim.schedules.warmup_cosine(3e-4, 9, 99), and give that."
+    if uncalled := [f"{name}: {why}" for name, value in given.items() if (why := _why_not_schedule(value))]:
+        mend = "Make the schedule first, such as fs.optim.schedules.warmup_cosine(3e-4, 9, 99), and pass that."
         rule = "takes a schedule as a function of the number of updates alone."
         raise ConfigError(message(rule, uncalled, mend))
     rows = [
@@ -50,11 +50,11 @@ def check_settings(*groups: tuple[Needs, Mapping[str, Any]]) -> None:
         rate = given.get("learning_rate")
         if isinstance(rate, Iterable) and not isinstance(rate, str | torch.Tensor):
             raise without_parameters()
-        raise ConfigError(message("cannot use these settings.", rows))
+        raise ConfigError(message("cannot use these settings.", rows, "Pass numbers in these ranges."))
 
 
-def _why_no_schedule(x: Any) -> str:
-    """Why something that can be called is no schedule; "" for a schedule, and for what cannot be called."""
+def _why_not_schedule(x: Any) -> str:
+    """Return why a callable isn't a schedule; "" for a schedule, and for anything that can't be called."""
     if isinstance(x, type):
         return f"the class {x.__name__}, not an instance: {x.__name__}(...)"
     if not callable(x):

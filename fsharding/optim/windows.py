@@ -1,15 +1,14 @@
 """Update leaves that are kept in other tiers, in windows that are copied to the device or updated on the host.
 
-While a window is updated the next one is copied in and the one before copied out, on two more streams:
+While a window is updated, the next is copied in and the previous one out, on two more streams (`?x` waits for `!x`):
 
     in         copy in   !in
     compute    ?in       update    !updated
     out        ?updated  copy out  !out
-    compute    ?out, when the window after the next has been updated: only then is the memory free
+    compute    ?out, after the update of the window after the next: only then is the memory free
 
-If the optimizer updates each element by itself, a window has some leaves or some rows of a leaf; otherwise one window
-has all leaves. All ranks have the same windows, since an update may communicate. An update has the same bits without
-windows, and if a tier fails no leaf changes.
+For an elementwise optimizer a window has some leaves, or some rows of a leaf; otherwise one window has all leaves. All
+ranks have the same windows, since an update may communicate. Windows change no bits; if a tier fails, no leaf changes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,10 +41,10 @@ from fsharding.sharding.named_sharding import like, local_of, sharding_of
 __all__ = ["WINDOW_BYTES", "start_in_windows", "through_windows"]
 
 WINDOW_BYTES = 32 << 20
-"""Bytes of leaves that are copied in for a window; one row may have more."""
+"""Bytes that are copied in for a window; a single row may have more."""
 
 _MOST_WINDOWS = 64
-"""Windows of a large state have more bytes, since each window costs the host some milliseconds."""
+"""A large state gets larger windows, since each one costs the host some milliseconds."""
 
 _Factor: TypeAlias = float | Tensor
 
@@ -65,12 +64,12 @@ def through_windows(
     change: _Change, grads: Tree, state: Tree, params: Tree, context: UpdateContext, scale: _Factor, *, by_element: bool
 ) -> Any:
     """Run an update window by window where it is computed; return (parameters, state), each leaf in its tier."""
-    # `change` gets the numbers of the context and the scale on the device of the window.
+    # `change` gets the scalars of the context, and the scale, on the device of the window.
     values = _Values(grads, state, params)
     if context.on_host and not by_element:
-        mend = "Leave compute= out, which updates them on the device, or use an optimizer such as fs.adamw."
+        mend = "Leave compute= out to update them on the device, or use an elementwise optimizer such as fs.adamw."
         leaves = listed(sorted(context.on_host))
-        text = f"cannot update {leaves} on the host: this optimizer does not update each element by itself."
+        text = f"cannot update {leaves} on the host: this optimizer isn't elementwise."
         raise ConfigError(message(text, mend=mend))
     if not context.may_be_away:
         return change(grads, state, params, context, scale)
@@ -96,11 +95,9 @@ def through_windows(
 
 
 def _on_host(context: UpdateContext, scale: _Factor) -> tuple[UpdateContext, _Factor]:
-    """Copy the numbers of an update to the host, and wait for them."""
-    norm, finite, key, step = (
-        None if x is None else x.cpu() for x in (context.norm, context.finite, context.key, context.step)
-    )
-    there = replace(context, norm=norm, finite=finite, key=key, step=step)
+    """Copy the scalars of an update to the host, and wait for them."""
+    given = {name: getattr(context, name) for name in ("norm", "finite", "key", "step")}
+    there = replace(context, **{name: x.cpu() for name, x in given.items() if x is not None})
     return there, scale.cpu() if isinstance(scale, Tensor) else scale
 
 
@@ -109,23 +106,24 @@ def start_in_windows(start: Callable[[Tree], Tree], params: Tree, sizes: Mapping
     groups = [*in_buckets(sizes, sizes.__getitem__, WINDOW_BYTES)]
     if len(groups) < 2:
         return start(params)
-    # Without memory, this has the structure of the whole state.
+    # On meta tensors: the structure of the full state, without its memory.
     shape = start(tree.map(lambda x: like_leaf(x, local_of(x).to("meta")), params))
-    return _merged(shape, (start(_only(params, group)) for group in groups))
+    parts = (tree.map_with_path(lambda path, x, of={*group}: x if path in of else None, params) for group in groups)
+    return _merged(shape, map(start, parts))
 
 
 Rows: TypeAlias = tuple[int, int]
-"""First and last + 1, of dim 0 of a local tensor."""
+"""Start and end in dim 0 of a local tensor."""
 
 
 class _Window(NamedTuple):
-    """Parameters that are updated together, by name: which rows of each, None for all; and where."""
+    """Parameters that are updated together, by name, with the rows of each (None for all); and where."""
 
     rows: Mapping[str, Rows | None]
     on_host: bool
 
 
-class _Piece(NamedTuple):
+class _Range(NamedTuple):
     """A parameter, or a range of its rows; bytes include its moments and gradient."""
 
     name: str
@@ -141,29 +139,29 @@ def _planned(values: _Values, owners: Mapping[str, str], context: UpdateContext)
             parts[owners[path]][path] = x
         elif any(map(is_away, tree.leaves(x))):
             return None
-    pieces = {name: _pieces(name, leaves, context) for name, leaves in parts.items()}
-    limit = max(WINDOW_BYTES, sum(piece.bytes for parts in pieces.values() for piece in parts) // _MOST_WINDOWS)
+    ranges = {name: _ranges(name, leaves, context) for name, leaves in parts.items()}
+    limit = max(WINDOW_BYTES, sum(x.bytes for of_leaf in ranges.values() for x in of_leaf) // _MOST_WINDOWS)
     windows: list[_Window] = []
     for on_host in (True, False):
-        known = (piece for name in pieces if (name in context.on_host) == on_host for piece in pieces[name])
-        for bucket in in_buckets(known, lambda piece: piece.bytes, limit):
-            found: dict[str, list[_Piece]] = {}
-            for piece in bucket:
-                found.setdefault(piece.name, []).append(piece)
-            windows.append(_Window({name: _rows_of(found[name], pieces[name]) for name in found}, on_host))
+        known = (x for name in ranges if (name in context.on_host) == on_host for x in ranges[name])
+        for bucket in in_buckets(known, lambda x: x.bytes, limit):
+            found: dict[str, list[_Range]] = {}
+            for x in bucket:
+                found.setdefault(x.name, []).append(x)
+            windows.append(_Window({name: _joined(found[name], ranges[name]) for name in found}, on_host))
     return windows
 
 
-def _rows_of(some: Sequence[_Piece], whole: Sequence[_Piece]) -> Rows | None:
-    """Return the rows of consecutive pieces; None for all pieces of a leaf."""
+def _joined(some: Sequence[_Range], every: Sequence[_Range]) -> Rows | None:
+    """Return the rows of consecutive ranges; None for all ranges of a leaf."""
     first, last = some[0].rows, some[-1].rows
-    return None if len(some) == len(whole) or first is None or last is None else (first[0], last[1])
+    return None if len(some) == len(every) or first is None or last is None else (first[0], last[1])
 
 
-def _pieces(name: str, leaves: Mapping[str, Any], context: UpdateContext) -> list[_Piece]:
-    """Split a parameter into ranges of rows if all its leaves are sharded alike, else return one piece."""
+def _ranges(name: str, leaves: Mapping[str, Any], context: UpdateContext) -> list[_Range]:
+    """Split a parameter into ranges of rows if all its leaves are sharded alike, else return one range."""
     flat = [x for leaf in leaves.values() for x in tree.leaves(leaf)]
-    # Bits of stochastic rounding follow from the index in the whole leaf, which a range of rows does not tell.
+    # Bits of stochastic rounding depend on the index in the full leaf, which a range of rows lacks.
     stochastic = rounds_by_key(flat, context) or rounds_moments(
         (x for path, x in leaves.items() if path.startswith(_STATE)), context
     )
@@ -173,13 +171,13 @@ def _pieces(name: str, leaves: Mapping[str, Any], context: UpdateContext) -> lis
     if alike and first.ndim and all(isinstance(x, Tensor) for x in leaves.values()) and not stochastic:
         shape, here = _most(first), local_of(first).shape
         step = rows_together(shape)
-        # If other dims are sharded unevenly, ranks would disagree on how many rows an extent of the file has.
+        # If other dims are sharded unevenly, ranks would disagree on the number of rows in an extent of the file.
         if step < shape[0] and all(n % m == 0 for n, m in zip(first.shape[1:], shape[1:], strict=True)):
             bounds = itertools.pairwise([*range(0, shape[0], step), shape[0]])
-            # A rank with fewer rows than others has empty pieces.
+            # A rank with fewer rows than others has empty ranges: all ranks need the same windows.
             of_rank = [((min(a, here[0]), min(b, here[0])), b - a) for a, b in bounds]
-            return [_Piece(name, rows, total * count // shape[0]) for rows, count in of_rank]
-    return [_Piece(name, None, total)]
+            return [_Range(name, rows, total * count // shape[0]) for rows, count in of_rank]
+    return [_Range(name, None, total)]
 
 
 def _most(x: DTensor) -> tuple[int, ...]:
@@ -192,18 +190,14 @@ def _owners(values: _Values) -> dict[str, str]:
     result = {joined(field, name): name for field in ("grads", "params") for name in tree.paths(values.params)}
     held = state_leaves(values.state)
     for path, place in places(values.state, values.params).items():
-        # A tensor that is not sharded, such as a count, is updated with every window.
+        # A plain tensor, such as a count, is updated with every window.
         if (x := held.get(path)) is not None and (isinstance(x, DTensor) or not isinstance(x, Tensor)):
             result[joined("state", path)] = place.param
     return result
 
 
-def _only(values: Tree, group: Collection[str]) -> Tree:
-    return tree.map_with_path(lambda path, x: x if path in group else None, values)
-
-
 def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
-    """One tree of the leaves of all windows."""
+    """Return one tree of the leaves of all windows."""
     found: dict[str, Any] = {}
     for part in parts:
         found |= state_leaves(part)
@@ -211,11 +205,11 @@ def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
 
 
 class _Copies:
-    """Copies of groups of leaves to where they are updated and back, one group each way at a time."""
+    """Copies of groups of leaves, to the device or host that updates them and back, one group each way at a time."""
 
-    # `_coming` is the group that is fetched, but for `_later`: what a tier reads first, by name. `_leaving` is the
-    # group that was sent last, and its tensors where they were updated, whose memory is needed until it is done. If the
-    # update is computed on the host, that waits for copies from the device.
+    # `_coming` is the group in flight, without `_later`, by name: leaves that their tier has to read first. `_leaving`
+    # is the group that was sent last, with its tensors where they were updated: their memory is needed until the copy
+    # is done. If the update runs on the host, the host waits for copies from the device.
 
     def __init__(self, device: torch.device, *, on_host: bool) -> None:
         self._on_host = on_host
@@ -226,7 +220,7 @@ class _Copies:
         self._leaving: tuple[Transfer, list[Tensor]] | None = None
 
     def fetch(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Start to copy a group; `arrive` waits for it and adds what is read first."""
+        """Start to copy a group; `arrive` waits for it, and adds leaves that are read first."""
         self._later = {name: x for name, x in wanted.items() if _tier(x) is not DEVICE}
         for x in self._later.values():
             _tier(x).prefetch(x, self._target)
@@ -240,7 +234,7 @@ class _Copies:
         return {**values, **dict(zip(moving, self._coming.values, strict=True))}
 
     def arrive(self, here: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the group that was fetched; the compute stream or the host waits for it."""
+        """Return the fetched group; the compute stream or the host waits for it."""
         host = torch.device("cpu")
         here = {**here, **self._copied({name: _tier(x).get(x, host) for name, x in self._later.items()})}
         self._later = {}
@@ -252,14 +246,14 @@ class _Copies:
         return here
 
     def send(self, values: Mapping[str, Tensor], tiers: Mapping[str, Tier], homes: Mapping[str, Tensor]) -> Any:
-        """Start to copy a group to where it rests, and free the group before; return where its tensors will be."""
+        """Start to copy a group to its tiers, and free the previous group; return where its tensors will be."""
         leaving = self._transfers.send([(x, tiers[name], homes.get(name)) for name, x in values.items()])
-        self._let_go()
+        self._free()
         self._leaving = leaving, [*values.values()]
         return dict(zip(values, leaving.values, strict=True))
 
-    def _let_go(self) -> Transfer | None:
-        """Free the group that was sent last, when it is where it goes."""
+    def _free(self) -> Transfer | None:
+        """Free the group that was sent last, once its copy is done."""
         if self._leaving is None:
             return None
         leaving = self._leaving[0]
@@ -270,26 +264,26 @@ class _Copies:
         return leaving
 
     def close(self) -> None:
-        """Wait for all copies, as the host does."""
+        """Have the host wait for all copies."""
         if self._coming is not None:
             self._transfers.wait(self._coming)
             self._coming = None
         self._later = {}
-        leaving = self._let_go()
+        leaving = self._free()
         if leaving is not None:
             self._transfers.settle(leaving)
 
 
 def _tier(x: Tensor) -> Tier:
-    """Return the tier that a tensor has of its own; memory of the host counts as DEVICE."""
+    """Return the tier that a tensor itself has; host memory counts as DEVICE."""
     return tier_of(x, x.device.type)
 
 
 class _Windows:
     """Copies of the leaves of one update: a context, at whose end the compute stream and the host wait for them."""
 
-    # `_after` has updated leaves at rest. For leaves that are updated in rows, `_homes` has the memory of the full leaf
-    # and `_parts` the rows in a tier that is not written in place.
+    # `_after` has updated leaves at rest. For leaves that are updated in rows, `_homes` has the memory of the leaf, and
+    # `_parts` has the rows in a tier that isn't written in place.
 
     def __init__(
         self, values: _Values, away: Mapping[str, DTensor], owners: Mapping[str, str], *, donate: bool
@@ -318,9 +312,9 @@ class _Windows:
             copies.close()
 
     def fetch(self, window: _Window) -> Callable[[], _Values]:
-        """Start to copy a window to where it is updated; return what waits for it."""
+        """Start to copy a window to where it is updated; return a function that waits for it."""
         leaves: list[Any] = [None] * len(self._named)
-        # Leaves without a parameter, such as counts, are in each window.
+        # Leaves without a parameter, such as counts, are in every window.
         for name, rows in ((None, None), *window.rows.items()):
             for i, x in self._of.get(name, ()):
                 leaves[i] = x if rows is None else like(x, local_of(x)[rows[0] : rows[1]])
@@ -339,14 +333,14 @@ class _Windows:
         found = copies.arrive(coming)
         present = tree.map_with_path(lambda path, x: like_leaf(x, found[path]) if path in found else x, values)
         if self._can_fail and self._donate:
-            # Leaves that stay would be overwritten, and a file may still fail.
+            # Leaves that aren't copied would be overwritten, but a file may still fail: then no leaf may have changed.
             kept = {path: x for path, x in tree.named_leaves(values).items() if path not in found}
             kept = {path: copied(x) for path, x in kept.items() if not path.startswith(_GRADS)}
             present = tree.map_with_path(lambda path, x: kept.get(path, x), present)
         return present
 
     def send(self, window: _Window, params: Tree, state: Tree) -> _Values:
-        """Start to copy a window to where it rests, and free the one before."""
+        """Start to copy a window to its tiers, and free the previous one."""
         values = _Values(None, state, params)
         local = {path: local_of(x) for path, x in tree.named_leaves(values).items() if isinstance(x, Tensor)}
         homes = {path: home for path in local if (home := self._home(path, window)) is not None}

@@ -722,7 +722,7 @@ MISTAKES = {
     ),
     "update without parameters": (
         TreeError,
-        "Call update(updates, state, params).",
+        "Call opt.update(gradients, state, params).",
         lambda at: decaying().update(at.grads, at.state.opt_state),
     ),
     "update of state, gradients, parameters": (
@@ -732,12 +732,12 @@ MISTAKES = {
     ),
     "update of gradients, parameters, state": (
         TreeError,
-        "The state is what opt.init(params), or the last update, returned.",
+        "Pass the state that opt.init(params), or the last update, returned.",
         lambda at: at.opt.update(at.grads, at.state.params, at.state.opt_state),
     ),
     "update of a loss and a weight": (
         TreeError,
-        "Values come first: value, grads = fs.value_and_grad(loss_fn)(params, batch).",
+        "The loss comes first: value, grads = fs.value_and_grad(loss_fn)(params, batch).",
         lambda at: at.opt.update(at.value, at.state.opt_state, at.state.params),
     ),
     "update of a whole state": (
@@ -951,7 +951,7 @@ MISTAKES = {
     ),
     "a schedule that is not made yet": (
         ConfigError,
-        "Make the schedule first, such as fs.optim.schedules.warmup_cosine(3e-4, 9, 99), and give that.",
+        "Make the schedule first, such as fs.optim.schedules.warmup_cosine(3e-4, 9, 99), and pass that.",
         lambda at: fs.adamw(fs.optim.schedules.warmup_cosine),
     ),
     "a schedule of torch.optim": (

@@ -157,9 +157,9 @@ def test_groups_of_an_optimizer_that_no_leaf_is_in_are_refused():
     with pytest.raises(TreeError) as error:
         opt.init({"a": {"weight": torch.zeros(2)}, "b": torch.zeros(2)})
     assert str(error.value) == (
-        "fs.optim.multi_transform has groups that no leaf is in.\n"
+        "fs.optim.multi_transform has groups without a leaf.\n"
         "  'decay'\n"
-        "Leaves have a.weight: 'rest', b: 'rest'. Take the group out, or mend the labels."
+        "Leaves have a.weight: 'rest', b: 'rest'. Remove the group, or fix the labels."
     )
 
 

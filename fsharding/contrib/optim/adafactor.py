@@ -20,8 +20,8 @@ from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.optim import base
 from fsharding.optim.base import ContextTransformation, InitContext, UpdateContext
-from fsharding.optim.chunked_update import leaf_of, round_whole_moment, step_key
-from fsharding.optim.coded_moment import refuse_format
+from fsharding.optim.chunked_update import round_whole_moment, step_key
+from fsharding.optim.coded_moment import leaf_of, refuse_format
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.stacked import STACKS, assigned_shardings, stacked_dims, sum_dims, whole_shape
 from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings

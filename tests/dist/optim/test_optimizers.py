@@ -526,7 +526,7 @@ def hidden_leaves():
 
 def test_what_a_dtensor_does_not_tell_is_refused():
     mend = (
-        "Say where they are, as the train step does: fs.optim.InitContext(shardings=layout.main) goes to opt.init,"
+        "Pass their shardings, as the train step does: fs.optim.InitContext(shardings=layout.main) to opt.init,"
         " fs.optim.UpdateContext(shardings=layout.main) to opt.update."
     )
     *texts, other = run_ranks(hidden_leaves, 2)[0]
@@ -535,5 +535,5 @@ def test_what_a_dtensor_does_not_tell_is_refused():
         assert text == f"{name} cannot tell who owns leaves with assignments.\n  qkv is assigned over tp\n{mend}"
     assert other == (
         "fs.optim.add_noise cannot tell who owns leaves with assignments.\n"
-        f"  qkv: P() assigned over tp of [4, 8] is not what this rank holds: [4, 5], and it has [4, 4]\n{mend}"
+        f"  qkv: P() assigned over tp of [4, 8] does not match this rank's shard: [4, 5], but it has [4, 4]\n{mend}"
     )

@@ -357,11 +357,9 @@ def test_what_has_no_meaning_is_refused():
             moved,
             moved,
             moved,
-            "torch.func.linearize cannot run inside a different transform: there, torch treats its linear map as a constant.
-"
+            "torch.func.linearize cannot run inside a different transform: there, torch treats its linear map as a constant.\n"
             "Use torch.func.jvp, or make torch.func.linearize the outermost transform.",
-            "torch.func.linearize cannot run inside fs.value_and_grad: torch treats its linear map as a constant there.
-"
+            "torch.func.linearize cannot run inside fs.value_and_grad: torch treats its linear map as a constant there.\n"
             "Use torch.func.jvp, or torch.func.linearize inside fs.shard_map.",
             "torch.func.functionalize cannot transform functions with custom derivatives, such as fs.gather_unit and "
             "fs.ops.\nApply it to functions of gathered tensors: "

@@ -170,8 +170,7 @@ def test_refusals():
     assert refusal(lambda: Experts(4, 5, 0, shared=-1, bias_rate=-0.1)) == (
         "fs.models.Experts has numbers that do not fit.\n"
         "  intermediate_size=0: at least 1\n  shared=-1: at least 0\n  bias_rate=-0.1: at least 0\n"
-        "  top_k=5: a token chooses among 4 experts
-"
+        "  top_k=5: a token chooses among 4 experts\n"
         "Write, for example, fs.models.Experts(count=8, active=2, intermediate_size=32)."
     )
     model = decoder(DecoderConfig(experts=Experts(6, 2, 9)))

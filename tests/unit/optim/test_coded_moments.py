@@ -129,7 +129,7 @@ def test_a_second_moment_above_zero_stays_so_beside_a_large_one():
 def test_what_cannot_be_kept_is_refused():
     assert refusal(fs.adamw, 1e-3, moments=formats.NVFP4, kind=ConfigError) == (
         "fs.adamw cannot keep moments as float4_e2m1fn_x2[1x16, e4m3].\n"
-        "Use one of 8 bits without a scale of whole matrices, such as fs.formats.MXFP8."
+        "Use an 8-bit format without a scale for full matrices, such as fs.formats.MXFP8."
     )
     assert "  moments=float4_e2m1fn_x2[1x32, e8m0], which takes a dtype, or an 8-bit format" in refusal(
         Precision, moments=formats.MXFP4
@@ -137,7 +137,7 @@ def test_what_cannot_be_kept_is_refused():
     context, params = optim.InitContext(moments=MX), {"w": torch.ones(64, 64)}
     assert refusal(optim.adafactor().init, params, context, kind=ConfigError) == (
         "fs.optim.adafactor cannot keep moments as float8_e4m3fn[1x32, e8m0]: it has means of moments, and no moments."
-        "\nGive it moments=torch.float32 of its own, or the layout a precision with a dtype of moments."
+        "\nPass moments=torch.float32 to it, or a dtype as the moments of the layout's precision."
     )
     text = refusal(optim.from_torch(torch.optim.Adam, lr=1e-3).init, params, context, kind=ConfigError)
     assert text.startswith("fs.optim.from_torch cannot keep moments as float8_e4m3fn[1x32, e8m0]: torch's optimizer")

@@ -79,7 +79,7 @@ def test_moments_that_are_kept_in_less_stay_near(moments):
 def test_chunks_are_the_whole(monkeypatch):
     params, grads = drawn(2)
     found, _ = run(optimizer(moments=fs.formats.MXFP8), params, grads)
-    monkeypatch.setattr("fsharding.optim.chunked_update._CHUNK", 512)
+    monkeypatch.setattr("fsharding.optim.chunks._CHUNK", 512)
     again, _ = run(optimizer(moments=fs.formats.MXFP8), params, grads)
     fs.testing.assert_bitwise_equal(again, found)
 

@@ -370,9 +370,9 @@ def test_muon_takes_matrices_only():
         optim.muon(0.1).init(values(0, {"w": (2, 3), "b": (7,), "s": ()}))
     assert str(caught.value) == (
         "fs.optim.muon takes matrices and stacks of them only.\n  b is [7]\n  s is []\n"
-        'fs.optim.multi_transform({"matrix": fs.optim.muon(...), "other": fs.adamw(...)}, fs.optim.label_matrices()) splits them.'
+        'fs.optim.multi_transform({"matrix": fs.optim.muon(...), "other": fs.adamw(...)}, fs.optim.label_matrices()) separates them.'
     )
-    with pytest.raises(ConfigError, match=r"^fs\.optim\.muon knows no adjust='none'\."):
+    with pytest.raises(ConfigError, match=r"^fs\.optim\.muon got an unknown adjust='none'\."):
         optim.muon(0.1, adjust="none")
 
 
@@ -382,7 +382,7 @@ def test_parameters_are_asked_for(name):
     opt, grads = makes[name](), values(1)
     with pytest.raises(TreeError) as caught:
         opt.update(grads, opt.init(grads))
-    text = f"fs.optim.{name} needs the parameters to update them.\nCall update(updates, state, params)."
+    text = f"fs.optim.{name} needs the parameters to update them.\nCall opt.update(gradients, state, params)."
     assert str(caught.value) == text
 
 

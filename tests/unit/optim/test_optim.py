@@ -67,7 +67,7 @@ def test_nesterov_needs_momentum_without_dampening():
     with pytest.raises(ConfigError) as caught:
         fs.sgd(0.1, nesterov=True, momentum=0.9, dampening=0.1)
     assert str(caught.value) == (
-        "fs.sgd got nesterov=True with momentum=0.9 and dampening=0.1.\nNesterov's needs momentum and no dampening."
+        "fs.sgd got nesterov=True with momentum=0.9 and dampening=0.1.\nPass nesterov=True with a momentum above 0 and dampening=0."
     )
 
 
@@ -114,7 +114,7 @@ def test_the_norm_of_unreduced_gradients_is_refused():
         "fs.global_norm needs reduced gradients.\n"
         "  a: P() unreduced over dp\n"
         "  c: P() unreduced over dp\n"
-        "Ask value_and_grad for reduced gradients, such as grads=layout.main."
+        "Reduce them first: fs.value_and_grad(loss_fn, grads=layout.main)."
     )
 
 
@@ -416,18 +416,18 @@ def test_what_no_update_can_use_is_refused():
         (lambda: fs.adamw(-1e-3, b1=1.0, eps=nan, weight_decay=inf),
          "fs.adamw cannot use these settings.\n  learning_rate: -0.001, needs a finite number from 0\n"
          "  eps: nan, needs a finite number from 0\n  weight_decay: inf, needs a finite number from 0\n"
-         "  b1: 1.0, needs a number from 0, below 1"),
+         "  b1: 1.0, needs a number from 0, below 1\nPass numbers in these ranges."),
         (lambda: fs.adamw("3e-4"), "learning_rate: '3e-4', needs a finite number from 0"),
         (lambda: fs.sgd(0.1, momentum=-0.9), "momentum: -0.9, needs a finite number from 0"),
         (lambda: fs.optim.lion(1e-3, b2=1.5), "b2: 1.5, needs a number from 0 to 1"),
-        (lambda: fs.optim.muon(1e-3, steps=0), "steps: 0, needs a whole number from 1"),
+        (lambda: fs.optim.muon(1e-3, steps=0), "steps: 0, needs an integer from 1"),
         (lambda: fs.optim.adafactor(clip=0.0), "clip: 0.0, needs a number above 0"),
         (lambda: fs.optim.adafactor(eps=(None, -1.0)), "eps[1]: -1.0, needs a finite number from 0"),
         (lambda: fs.optim.ema(1.1), "decay: 1.1, needs a number from 0 to 1"),
-        (lambda: fs.optim.lookahead(fs.sgd(0.1), every=0, share=2.0), "every: 0, needs a whole number from 1"),
-        (lambda: fs.optim.lookahead(fs.sgd(0.1), every=inf), "every: inf, needs a whole number from 1"),
+        (lambda: fs.optim.lookahead(fs.sgd(0.1), every=0, share=2.0), "every: 0, needs an integer from 1"),
+        (lambda: fs.optim.lookahead(fs.sgd(0.1), every=inf), "every: inf, needs an integer from 1"),
         (lambda: fs.optim.add_noise(-0.1, key), "std: -0.1, needs a finite number from 0"),
-        (lambda: fs.optim.schedules.warmup_cosine(1.0, 10, 5), "fs.optim.schedules.warmup_cosine got warmup_steps=10 and total_steps=5.\nGive a warm-up from 0"),
+        (lambda: fs.optim.schedules.warmup_cosine(1.0, 10, 5), "fs.optim.schedules.warmup_cosine got warmup_steps=10 and total_steps=5.\nPass warmup_steps from 0"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             make()
@@ -521,7 +521,7 @@ def test_updates_of_another_shape_are_refused():
     assert str(caught.value) == (
         "fs.optim.apply_updates got parameters and updates of different shapes.\n"
         "  w: parameters [3], updates [1]\n"
-        "Give parameters and updates of one model."
+        "Pass parameters and updates of one model."
     )
     opt, params = fs.adamw(0.1), {"w": torch.ones(4)}
     with pytest.raises(TreeError) as caught:
@@ -534,7 +534,7 @@ def test_settings_that_can_never_be_right():
         with pytest.raises(ConfigError) as caught:
             fs.optim.clip_by_global_norm(norm)
         assert str(caught.value) == (
-            f"fs.optim.clip_by_global_norm got max_norm={norm}.\nGive a norm above 0; math.inf leaves gradients as they are."
+            f"fs.optim.clip_by_global_norm got max_norm={norm}.\nPass a norm above 0; math.inf leaves gradients unchanged."
         )
     grads = {"w": torch.ones(3)}
     assert_bitwise_equal(fs.optim.clip_by_global_norm(math.inf).update(grads, EmptyState())[0], grads)
@@ -542,7 +542,7 @@ def test_settings_that_can_never_be_right():
         fs.optim.schedules.linear(1.0, 0.0, 0)
     assert (
         str(caught.value)
-        == "fs.optim.schedules.linear got steps=0.\nGive 1 or more, or use fs.optim.schedules.constant."
+        == "fs.optim.schedules.linear got steps=0.\nPass 1 or more, or use fs.optim.schedules.constant."
     )
 
 
@@ -573,7 +573,7 @@ def test_decay_without_parameters_is_refused_before_anything_changes(function, i
     before = fs.tree.map(torch.clone, (grads, state))
     with pytest.raises(TreeError) as caught:
         opt.update(grads, state, None, UpdateContext(donate=True))
-    text = f"{function} needs the parameters for weight_decay={decay}.\nCall update(updates, state, params)."
+    text = f"{function} needs the parameters for weight_decay={decay}.\nCall opt.update(gradients, state, params)."
     assert str(caught.value) == text
     if inside not in ("groups", "chain"):  # there others have had their turn, and were told to overwrite
         assert_bitwise_equal((grads, state), before)
@@ -620,13 +620,13 @@ def test_a_state_in_another_place_is_told_from_gradients(function):
         with pytest.raises(TreeError) as caught:
             calls(state, params, params)
         assert str(caught.value) == (
-            f"{function} got dict in the place of its state, {kind}, and {kind} in the place of gradients.\n{ORDER}"
+            f"{function} got dict instead of its state, {kind}, and {kind} instead of gradients.\n{ORDER}"
         )
         with pytest.raises(TreeError) as caught:
             calls(params, EmptyState(), params)
         assert str(caught.value) == (
-            f"{function} got EmptyState in the place of its state, {kind}.\n"
-            f"The state is what opt.init(params), or the last update, returned. {ORDER}"
+            f"{function} got EmptyState instead of its state, {kind}.\n"
+            f"Pass the state that opt.init(params), or the last update, returned. {ORDER}"
         )
 
 
@@ -637,7 +637,7 @@ def test_a_state_in_another_place_is_told_from_gradients(function):
 def test_values_are_told_from_gradients(function):
     opt, params = STATES[function][0](), {"w": torch.ones(2, 3)}
     state, (value, grads) = opt.init(params), fs.value_and_grad(lambda p: (p["w"].sum(), 1.0))(params)
-    mend = f"Values come first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {ORDER}"
+    mend = f"The loss comes first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {ORDER}"
     for wrong, kind in (
         ((value, grads), "a tuple of 2"),
         ((value, 1.0), "a tuple of 2"),
@@ -645,7 +645,7 @@ def test_values_are_told_from_gradients(function):
     ):
         with pytest.raises(TreeError) as caught:
             opt.update(wrong, state, params)
-        assert str(caught.value) == f"{function} got {kind} in the place of gradients, and dict for the rest.\n{mend}"
+        assert str(caught.value) == f"{function} got {kind} instead of gradients, and dict for the rest.\n{mend}"
 
 
 def test_states_of_other_chains_and_groups_are_refused():
@@ -654,13 +654,13 @@ def test_states_of_other_chains_and_groups_are_refused():
     with pytest.raises(TreeError) as caught:
         two.update(params, three.init(params), params)
     assert str(caught.value) == (
-        "fs.optim.chain got a state of 3 transformations, and has 2.\nGive the state that this chain's init or update made."
+        "fs.optim.chain got a state of 3 transformations, but has 2.\nPass the state that this chain's init or update returned."
     )
     one, other = (fs.optim.multi_transform({name: fs.sgd(0.1)}, lambda path, leaf, name=name: name) for name in "ab")
     with pytest.raises(TreeError) as caught:
         one.update(params, other.init(params), params)
     assert str(caught.value) == (
-        "fs.optim.multi_transform got a state of the groups b, and has a.\nGive the state that its own init or update made."
+        "fs.optim.multi_transform got a state of the groups b, but has a.\nPass the state that this optimizer's init or update returned."
     )
 
 
@@ -726,9 +726,10 @@ def test_parts_of_leaves_that_differ_never_reach_a_kernel(donate):
         with pytest.raises(LayoutError) as caught:
             call(grads, state, params, UpdateContext(donate=donate))
         head, row, mend = str(caught.value).split("\n")
-        assert head == "fs.adamw got different parts of the same leaves on this rank."
+        assert head == "fs.adamw got different shards of the same leaves on this rank."
         assert row == "  v: parameters [128], gradients [64], mu [128], nu [128]"
         assert (
-            mend == "Bring all of them to layout.main with fs.shard or fs.reshard; a DTensor has to hold what it says."
+            mend
+            == "Bring all of them to layout.main with fs.shard or fs.reshard; check DTensors that you made yourself."
         )
     assert_bitwise_equal((params, state), before)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.optim.chunked_update import ChunkedLeaf
+from fsharding.optim.chunks import ChunkedLeaf
 from fsharding.sharding import boxes
 from fsharding.sharding.block_scales import has_codes, plan_scales
 from fsharding.sharding.named_sharding import Assigned, NamedSharding
