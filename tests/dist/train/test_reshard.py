@@ -166,7 +166,7 @@ def test_an_open_sum_is_not_moved():
     assert run_ranks(refuse, 2, "partial")[1] == (
         LayoutError,
         "fs.reshard cannot move these leaves.\n  a: from P() unreduced over dp to P('dp'): take the sum first\n"
-        "Reduce them first: fs.value_and_grad(loss_fn, grads=layout.main).",
+        "Make reduced gradients: fs.value_and_grad(loss_fn, grads=layout.main).",
     )
 
 

@@ -286,7 +286,7 @@ def test_labels_without_a_transformation():
     with pytest.raises(TreeError) as caught:
         opt.init({"a": torch.ones(2), "b": {"c": torch.ones(2), "d": torch.ones(1)}})
     assert str(caught.value) == (
-        "fs.optim.multi_transform has labels without a transformation.\n  b.c: 'norms'\n  b.d: 'nrms'\nLabels are 'decay', 'rest'."
+        "fs.optim.multi_transform has labels without a transformation.\n  b.c: 'norms'\n  b.d: 'nrms'\nUse one of the groups as a label: 'decay', 'rest'."
     )
 
 
