@@ -18,7 +18,7 @@ register("transport", "pairwise", "fsharding.contrib.pairwise:Pairwise")
 register("tier", "device", "fsharding.comm.tier:DEVICE")
 register("tier", "host", "fsharding.comm.tier:HOST")
 register("tier", "disk", "fsharding.contrib.disk:DISK")
-# Names of `fs` that are imported when they are used: a program that trains a function of its own needs none of them.
+# Names of `fs` that are imported when used; a program that trains a custom function needs none of them.
 for _name in ("checkpoint", "debug", "foreign", "models"):
     register("later", _name, f"fsharding.{_name}")
 register("later", "data", "fsharding.apps.data")
@@ -82,7 +82,7 @@ _ELSEWHERE = {
 
 
 class _Namespace(ModuleType):
-    """A module of `fs`, such as `fs.optim`: a call of it says what to call instead."""
+    """A module of `fs`, such as `fs.optim`; calling it raises an error with the function to call."""
 
     path: str
 
@@ -128,7 +128,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
             raise AttributeError(name)
         if name in names_of("later"):
             return globals().setdefault(name, _namespace(f"fs.{name}", find("later", name)))
-        # Modules alone: `from fsharding import optim` asks for one while the names of the api are still being made.
+        # Modules alone: `from fsharding import optim` needs one while the names of the api are being defined.
         if find_spec(f"{__name__}.{name}") is not None:
             return _namespace(f"fs.{name}", import_module(f"{__name__}.{name}"))  # lazy: the command line waits for it
         api = import_module(f"{__name__}.api")  # lazy: as above

@@ -171,7 +171,7 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLe
 
     Args:
         fn: Function of a dotted path, then one leaf per tree.
-        tree, *rest, is_leaf: As in `map`.
+        tree, *rest, is_leaf: Arguments of `map`.
 
     Returns:
         A tree of the results, structured like `tree`.

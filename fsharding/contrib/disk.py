@@ -31,10 +31,10 @@ from fsharding.sharding.memory_kinds import Lacking, LocalLeaf, Tier
 __all__ = ["DISK", "OnDisk", "disk_folder", "planned_extents", "store"]
 
 _PIECE = 8 << 20
-"""Most bytes of an extent; it is read and checked as a whole."""
+"""Maximum bytes of an extent, which is read and checked at once."""
 
 _ROW = 64 << 10
-"""Bytes of a row of dim 0 from which on an extent has no part of another row, since rows are read by themselves."""
+"""Rows of dim 0 of at least so many bytes share no extent: each is read alone."""
 
 _ALIGN = 4096
 
@@ -47,7 +47,7 @@ _LOAD = "Load the last checkpoint, and look at this disk."
 
 
 def disk_folder() -> Path:
-    """Return the directory of the file: `FSHARDING_DISK`, or that of temporary files."""
+    """Return the directory of the file: `FSHARDING_DISK`, or the one for temporary files."""
     folder = os.environ.get("FSHARDING_DISK") or tempfile.gettempdir()
     check_local(folder)
     return Path(folder)
@@ -156,7 +156,7 @@ class _File:
 
     # ------------------------------------------------------------------------------------------------------------- room
     def reserve(self, sizes: Sequence[int], donated: int, *, each_step: bool) -> None:
-        """Take room for extents that will be written, beside those in use that are not donated, and no more."""
+        """Reserve space for extents to write, besides those in use that aren't donated."""
         with self._lock:
             self._take_back()
             self._space.join()
@@ -178,7 +178,7 @@ class _File:
         self.size = max(size, self.size)
 
     def _shrink(self) -> None:
-        """Give back what is neither in use nor planned."""
+        """Release space that is neither in use nor planned."""
         size = max(self._space.end, self._planned)
         if size < self.size:
             os.ftruncate(self._fd, size)
@@ -277,14 +277,14 @@ def _sizes(x: Tensor) -> list[int]:
 
 
 def planned_extents(state: Sequence[LocalLeaf], grads: Sequence[LocalLeaf]) -> list[int]:
-    """Return the bytes of each extent for a state and its gradients; twice, since a step writes new ones beside."""
+    """Return the bytes of each extent for a state and its gradients, twice: a step writes new ones first."""
 
     def taken(shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:
         return [_aligned(size) for size in _sizes(torch.empty(shape, dtype=dtype, device="meta"))]
 
     sizes = [size for leaf in state for size in taken(*leaf)]
     for shape, dtype in grads:
-        # Units are reduced one by one, so that each row of a stack may have extents of its own.
+        # Units are reduced one by one, so each row of a stack may have separate extents.
         rows = taken(shape[1:], dtype) * shape[0] if shape else []
         sizes += max(taken(shape, dtype), rows, key=sum)
     return 2 * sizes
@@ -370,7 +370,7 @@ class OnDisk(Tensor):
         return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled with its elements; another process has it in its own file."""
+        """Pickle the elements; the receiving process stores them in its file."""
         return store, (self.read(),)
 
     def __deepcopy__(self, memo: Any) -> OnDisk:

@@ -1,7 +1,6 @@
-"""Megatron in and out: `torch_dist` directories of Megatron Core, and `fsdp_dtensor` ones of Megatron FSDP.
+"""Load and save checkpoints of Megatron: `torch_dist` of Megatron Core, and `fsdp_dtensor` of Megatron FSDP.
 
-Guarantee: a rank reads its own boxes; writing and reading gives the same bits; under the final name is everything or
-nothing.
+Guarantee: a rank reads only its boxes; a round trip is bitwise equal; a save is complete or leaves nothing.
 """
 
 from __future__ import annotations
@@ -67,28 +66,27 @@ _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse", "ignore"] = "refuse") -> Tree:
     """Read the parameters of a Megatron checkpoint. Collective over all ranks, which must see one file system.
 
-    The main parameters are read where the optimizer's state has them (`optimizer.state.param.*` or `.fp32_param.*`),
-    otherwise the weights of the model. Every argument of the run that changes what the model computes is compared with
-    the config: positions, norms, activation, windows, biases, tying, experts. A directory without arguments, as
-    programs other than Megatron's training script write it, is compared by tensor names and shapes alone.
+    Reads main parameters from the optimizer's state (`optimizer.state.param.*` or `.fp32_param.*`), otherwise the
+    model's weights. Arguments of the run that change the model's output are compared with the config: positions, norms,
+    activation, windows, biases, tying, experts. Without arguments, which only Megatron's training script writes, tensor
+    names and shapes are compared.
 
     Args:
-        path: a directory in the format torch_dist or fsdp_dtensor, or one that has such directories and says which is
-            the latest.
-        layout: of `models.decoder(config)`, with any strategy on any mesh.
-        config: of the decoder, or a recipe that has one.
-        extra: "ignore" skips parameters that no leaf asks for, and reads the model's weights, in their own precision,
-            if main parameters are missing or flat.
+        path: Directory in the format torch_dist or fsdp_dtensor, or a run's directory with its latest iteration.
+        layout: Layout of `models.decoder(config)`, with any strategy on any mesh.
+        config: `DecoderConfig`, or a recipe with one.
+        extra: "ignore" skips tensors without a leaf, and reads the model's weights, in their dtype, if main parameters
+            are missing or flat.
 
     Returns:
-        A tree as `fs.state_from_params` takes it.
+        A tree of parameters for `fs.state_from_params`.
 
     Raises:
-        CheckpointError: on every rank, and before anything is read: a directory that cannot be read, tensors that are
-            missing, extra or of another shape, arguments that differ from the config, trained parameters in bfloat16
-            without main parameters, or an optimizer state of flat tensors (dp_reshardable).
-        ConfigError: a decoder that has no names there.
-        LayoutError: the layout is on an abstract mesh.
+        CheckpointError: On every rank, before any tensor is read: an unreadable directory, tensors that are missing,
+            extra or of a different shape, arguments that differ from the config, trained bfloat16 parameters without
+            main parameters, or an optimizer state of flat tensors (dp_reshardable).
+        ConfigError: A decoder that Megatron has no names for.
+        LayoutError: A layout on an abstract mesh.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
@@ -110,16 +108,19 @@ def load_state(
     """Read parameters and AdamW's moments of a Megatron checkpoint, to continue the run. Collective.
 
     Args:
-        path: as in `load`.
-        opt: `adamw`, or one around it.
-        key: random key of the run.
-        layout: of `models.decoder(config)`.
-        config: of the decoder, or a recipe that has one.
-        step: number of updates so far; by default what the directory or its name (`iter_0000100`) says.
+        path: Directory, as in `load`.
+        opt: `adamw`, or a wrapper of it.
+        key: Random key of the run.
+        layout: Layout of `models.decoder(config)`.
+        config: `DecoderConfig`, or a recipe with one.
+        step: Number of updates so far. Default: the iteration in the directory, or in its name (`iter_0000100`).
+
+    Returns:
+        A `TrainState` after that many updates.
 
     Raises:
-        CheckpointError: as `load`; moments that are missing or of another shape, dropout in the arguments, an optimizer
-            without Adam's moments, or a directory that does not give its iteration.
+        CheckpointError: As in `load`; also missing or misshapen moments, dropout in the arguments, an optimizer without
+            Adam's moments, or no iteration.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
@@ -271,12 +272,12 @@ def _adam_of(opt_state: Any) -> AdamState:
 
 # -------------------------------------------------------------------------------------------------------------- writing
 class Saved(NamedTuple):
-    """The files and tensors that a save has written.
+    """Result of `save`.
 
     Attributes:
-        path: the directory.
+        path: Directory.
         format: "torch_dist" or "fsdp_dtensor".
-        tensors: how many tensors there are.
+        tensors: Number of tensors.
 
     Example:
         >>> fs.megatron.Saved("run/iter_0000100", "torch_dist", 12).format
@@ -313,28 +314,31 @@ def save(
 ) -> Saved:
     """Write parameters, AdamW's moments and arguments for Megatron. Collective; all ranks must see one file system.
 
-    In torch_dist, `megatron.core.dist_checkpointing.load` fills the model's `sharded_state_dict`, and with `settings`
-    the one of the distributed optimizer (`fully_reshardable`), whatever the parallel sizes.
+    `megatron.core.dist_checkpointing.load` reads torch_dist into the model's `sharded_state_dict` and, with `settings`,
+    into the distributed optimizer's (`fully_reshardable`), for any parallel sizes.
 
     Args:
-        path: the new directory, such as `iter_0000100`.
-        state: of `models.decoder(config)`. Moments are written if its optimizer is AdamW.
-        config: of the decoder, or a recipe that has one.
-        format: "torch_dist" stacks the layers, "fsdp_dtensor" numbers them.
-        dtype: of the model's tensors; by default that of the main parameters, which keep theirs, as moments do.
-        vocab_multiple: rows of the embedding are padded with zeros to a multiple of it; Megatron takes 128 times tp.
-        transformer_impl: Megatron's argument of this name in the run that will load the directory; it names the norms.
-        settings: of AdamW, which Megatron's optimizer takes over: `lr`, `betas`, `eps`, `weight_decay`; for Megatron
-            Core from 0.17 on also `max_lr` and `min_lr`. Without, it loads the model only (`--no-load-optim`).
-        samples: rows that the run has read so far, where Megatron's data loader and learning rate schedule continue
-            (with `--override-opt-param-scheduler`). Without it, load with `--finetune` or `--no-load-optim`.
-        timeout: how long ranks wait for one that writes to a slow file system, as in `fs.checkpoint.save`.
+        path: Directory to create, such as `iter_0000100`.
+        state: State of `models.decoder(config)`. Moments are written if the optimizer is AdamW.
+        config: `DecoderConfig`, or a recipe with one.
+        format: "torch_dist" stacks layers, "fsdp_dtensor" numbers them.
+        dtype: Dtype of the model's tensors; default: the main parameters', which, like moments, are not cast.
+        vocab_multiple: Multiple to which the embedding is padded with zero rows; Megatron needs 128 times tp.
+        transformer_impl: Megatron's argument of that name in the loading run; it determines the names of norms.
+        settings: AdamW's `lr`, `betas`, `eps` and `weight_decay` for Megatron's optimizer; since Megatron Core 0.17
+            also `max_lr` and `min_lr`. Without them it loads only the model (`--no-load-optim`).
+        samples: Rows read so far, at which Megatron's data loader and learning rate schedule continue (with
+            `--override-opt-param-scheduler`). Without it, load with `--finetune` or `--no-load-optim`.
+        timeout: Time to wait for ranks on a slow file system, as in `fs.checkpoint.save`.
+
+    Returns:
+        The `Saved` directory and its tensors.
 
     Raises:
-        ArgumentError: a timeout that is no timedelta.
-        CheckpointError: on every rank: something is at the path, the state does not fit the config, settings are
-            incomplete, or the disk refuses; nothing is left at the path.
-        ConfigError: a decoder that Megatron has no names or arguments for.
+        ArgumentError: A timeout that isn't a timedelta.
+        CheckpointError: On every rank: the path exists, the state doesn't fit the config, settings are incomplete, or
+            writing fails; nothing is left at the path.
+        ConfigError: A decoder that Megatron has no names or arguments for.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
@@ -489,7 +493,7 @@ def _pad(writer: Writer, stored: Callable[[str], str], piece: Piece, vocab: int,
 
 
 def _common_state(config: DecoderConfig, step: int, choice: _Choice, *, has_moments: bool) -> dict[str, Any]:
-    """What Megatron keeps beside the tensors."""
+    """Return what Megatron stores besides the tensors."""
     run = {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
@@ -521,7 +525,7 @@ def _common_state(config: DecoderConfig, step: int, choice: _Choice, *, has_mome
 
 
 def _write_common(folder: Path, common: Mapping[str, Any]) -> None:
-    """Write the files that Megatron Core reads beside the tensors."""
+    """Write the files that Megatron Core reads besides the tensors."""
     said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     said |= {"common_backend": "torch", "common_backend_version": 1}
     with new_file(folder / _CONFIG) as stream:

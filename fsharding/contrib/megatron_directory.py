@@ -45,7 +45,7 @@ class Opened:
     tensors: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
     # iteration, arguments and content metadata, as far as the directory has them
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    flat: str = ""  # a tensor of the optimizer that is in no parameter's shape; "" if there is none
+    flat: str = ""  # an optimizer tensor without a parameter's shape; "" without one
 
     def info(self, kind: str, name: str) -> LeafType | None:
         """Shape and dtype of a tensor."""
@@ -95,7 +95,7 @@ def open_directory(path: StrPath) -> Opened:
 
 
 def iteration_of(opened: Opened) -> int | None:
-    """The number of updates: as the directory says, else as its name does."""
+    """Return the number of updates, from the directory or its name."""
     if type(said := opened.facts.get("iteration")) is int:
         return said
     for stored in opened.tensors.get("step", {}).values():
@@ -134,7 +134,7 @@ def _kind(stored: str, *, fsdp: bool) -> tuple[str, str]:
 
 
 def _flat(opened: Opened, names: list[str]) -> str:
-    """An optimizer tensor that is not in the shape of its parameter; "" if there is none."""
+    """Return an optimizer tensor whose shape isn't its parameter's; "" without one."""
     for name in names:
         if _BUCKETS.fullmatch(name):
             return name

@@ -1,7 +1,4 @@
-"""The tensors of a Megatron checkpoint that a leaf of the decoder is made of, in both of its formats.
-
-Guarantee: the pieces of all leaves tile every tensor, but for the rows that pad the vocabulary.
-"""
+"""Map leaves of the decoder to the tensors of a Megatron checkpoint, which they tile but for padding rows."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def dialect_of(names: Collection[str], format: str, rows: int) -> Dialect:
 
 
 def written_norms(config: DecoderConfig, format: str, transformer_impl: str) -> tuple[str, str]:
-    """The names of norms that Megatron asks for when it loads."""
+    """Return the names of norms that Megatron loads."""
     # The layers of Megatron Core rename their norms in torch_dist. Transformer Engine fuses a norm with the projection
     # that follows it, but not with a router.
     fused, apart = zip(*_NORMS, strict=True)
@@ -59,7 +56,7 @@ _NORMS = (
 
 
 def extra_states(config: DecoderConfig) -> list[str]:
-    """Paths of the extra states, all empty, that the modules of Megatron Core and Transformer Engine ask for."""
+    """Yield paths of the extra states, all empty, that modules of Megatron Core and Transformer Engine load."""
     layers = config.layers
     experts = config.experts
     modules = ["self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"]
@@ -173,7 +170,7 @@ def _experts(layer: str, leaf: str, shape: tuple[int, ...], how: Dialect, weight
 
 
 def _runs(name: str, shape: tuple[int, ...], dim: int, runs: list[_Run]) -> Iterator[Piece]:
-    """The pieces of a leaf that is laid out in another order along a dim."""
+    """Yield the pieces of a leaf with a different order along a dim."""
     at = len(shape) + dim
     for run in runs:
         whole = (*shape[:at], run.total, *shape[at + 1 :])

@@ -1,4 +1,4 @@
-"""Rows by sends and receives between each two ranks, which on gloo are two to three times as fast as its collectives.
+"""Rows by sends and receives between pairs of ranks, on gloo two to three times as fast as its collectives.
 
 Guarantee: it sends the same bytes as every transport.
 """
@@ -56,7 +56,7 @@ class Pairwise(Native):
 
 
 def swap_rows(rows: Tensor, group: Group, *, tag: int = 0) -> Works:
-    """Starts to fill every row of a buffer by sends and receives of whole rows, whose bytes are not counted here."""
+    """Start to fill every row of a buffer by sends and receives of full rows; the caller counts bytes."""
     works: list[dist.Work] = []
     peers: list[tuple[int, ...]] = []
     for step in range(1, group.size):

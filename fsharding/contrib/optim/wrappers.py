@@ -194,7 +194,14 @@ class NoiseState(NamedTuple):
 
 
 def annealed(eta: float, gamma: float = 0.55) -> Schedule:
-    """Make a schedule of standard deviations for `add_noise`: `count -> sqrt(eta / (1 + count)^gamma)`.
+    """Decay the standard deviation for `add_noise`: `sqrt(eta / (1 + count)^gamma)` (arXiv:1511.06807, eq. 1).
+
+    Args:
+        eta: Variance of the first update.
+        gamma: Exponent of the decay.
+
+    Returns:
+        A schedule `count -> std`.
 
     Example:
         >>> round(fs.optim.annealed(0.01)(100), 4)

@@ -1,7 +1,6 @@
-"""Short notes between the processes of one machine: a pipe from each to each, which is what wakes a reader soonest.
+"""Short notes between processes of one machine: a pipe from each to each, which wakes a reader soonest.
 
-Guarantee: a note with a number from a member is the one that it sent under that number, in whatever order they are
-read.
+Guarantee: a note is received under the number with which it was sent, in any order of reads.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _GONE = "Process {} is gone, or does not let this one send to it: {}."
 
 
 class MemberError(RuntimeError):
-    """A member of a group is gone, or does not answer."""
+    """A member of a group has exited, or doesn't answer."""
 
     # `member`: its place in the group.
 
@@ -33,14 +32,14 @@ class MemberError(RuntimeError):
 class Pipes:
     """The pipes between this process and some others."""
 
-    # Each member makes those into which the others write, and opens theirs once it knows their numbers.
+    # Each member creates the pipes that the others write to, and opens theirs once it has their numbers.
 
     def __init__(self, size: int, index: int, length: int) -> None:
         self._note = Struct(f"<{1 + length}q")
         self._members = [member for member in range(size) if member != index]
         made = {member: os.pipe() for member in self._members}
         self.write_ends = tuple(made[member][1] if member in made else -1 for member in range(size))
-        """The file descriptor of this process that each member opens to write here."""
+        """Return, for each member, the file descriptor that it opens to write to this process."""
         self._read = {member: ends[0] for member, ends in made.items()}
         self._write: dict[int, int] = {}
         self._pids: tuple[int, ...] = ()
@@ -51,7 +50,7 @@ class Pipes:
         weakref.finalize(self, _close, self._open)
 
     def connect(self, pids: Sequence[int], write_ends: Sequence[int]) -> None:
-        """Opens the pipes of the others; after all have done so, `close_write_ends` closes what was open for them."""
+        """Open the pipes of the others; call `close_write_ends` after all members have."""
         self._pids = tuple(pids)
         for member in self._members:
             try:
@@ -61,13 +60,13 @@ class Pipes:
             self._open.add(self._write[member])
 
     def close_write_ends(self) -> None:
-        """Closes the ends that the others write to, which they have opened: with them goes the pipe's last writer."""
+        """Close this process's write ends, so that a pipe closes with its last writer."""
         own = {end for end in self.write_ends if end >= 0}
         _close(own)
         self._open -= own
 
     def send(self, channel: int, note: Sequence[int]) -> int:
-        """Sends a note to all the others, and gives its number on the channel."""
+        """Send a note to all others; return its number on the channel."""
         data = self._note.pack(channel, *note)
         for member, end in self._write.items():
             try:
@@ -78,7 +77,7 @@ class Pipes:
         return self._sent[channel] - 1
 
     def receive(self, channel: int, number: int, timeout: timedelta) -> dict[int, tuple[int, ...]]:
-        """The note with a number of each other member, once."""
+        """Receive the note with a number from each other member; each can be received once."""
         until = time.monotonic() + timeout.total_seconds()
         for member in self._members:
             while (channel, member, number) not in self._received:
@@ -88,7 +87,7 @@ class Pipes:
         return {member: self._received.pop((channel, member, number)) for member in self._members}
 
     def is_ready(self, channel: int, number: int) -> bool:
-        """Whether `receive` would not have to wait."""
+        """Return whether `receive` would return at once."""
         for member in self._members:
             while (channel, member, number) not in self._received:
                 if not self._take(member, 0.0):
@@ -96,12 +95,12 @@ class Pipes:
         return True
 
     def _take(self, member: int, seconds: float) -> bool:
-        """Takes what a member has sent, at least one note; False where nothing comes in so many seconds."""
+        """Read a member's notes, at least one; return False if none arrives in time."""
         poll = select.poll()
         poll.register(self._read[member], select.POLLIN)
         if not poll.poll(seconds * 1000):
             return False
-        # A write of a whole note is atomic, so the pipe has complete notes, or nothing and no writer.
+        # The write of a note is atomic: the pipe has complete notes, or nothing and no writer.
         data = os.read(self._read[member], 64 * self._note.size)
         if not data:
             raise MemberError(f"Process {self._pids[member]} (member {member} of the group) is gone.", member)

@@ -1,6 +1,6 @@
-"""Blocks of memory that the processes of one machine map, each made by one of them.
+"""Blocks of memory that one process creates and the others of its machine map.
 
-Guarantee: memory has no name, and is gone with the last process that maps it.
+Guarantee: memory has no name, and is freed with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = [
 ]  # fmt: skip
 
 HEAD = 4096
-"""Bytes before the data of a block: an int64 for each reader, which writes the number of a posting that it has read."""
+"""Bytes before the data of a block: an int64 per reader, the number of the last posting that it read."""
 
 _DRAIN_S = 2.0
-"""How long a process that ends waits for what it posted to be read."""
+"""Seconds that an exiting process waits for its postings to be read."""
 
 Note: TypeAlias = tuple[int, int, int, int]
 """File descriptor, inode and size of a block, and the number of its posting."""
 
 
 class Mapping(NamedTuple):
-    """A block as a process sees it: its head as integers, the data as bytes, and both as Python's memory."""
+    """A mapped block: its head as integers, its data as bytes, and both as a Python buffer."""
 
     head: memoryview[int]
     data: Tensor
@@ -46,15 +46,15 @@ class Mapping(NamedTuple):
 
 
 class Block:
-    """Memory without a name, which is gone with the last process that maps it."""
+    """Nameless memory, freed with the last process that maps it."""
 
-    # `mapping`: of this process, which made it.
-    # `used`: bytes that were asked for.
+    # `mapping`: in this process, its creator.
+    # `used`: requested bytes.
     # `readers`: processes that acknowledge what was posted last, by their slots in the head.
-    # `owner`: the member it was reserved for; None if it was not, or is in use.
+    # `owner`: the object it is reserved for; None if unreserved or in use.
 
     def __init__(self, size: int) -> None:
-        """Makes a block of so many bytes, with its head."""
+        """Create a block of a size, with its head."""
         self.size = size
         self.fd = os.memfd_create("fsharding")
         os.ftruncate(self.fd, self.size)
@@ -67,33 +67,33 @@ class Block:
         self._idle = _compat.storage_users(self._storage)
 
     def note(self) -> Note:
-        """The facts that others need to read the next block, and to acknowledge it."""
+        """Return the facts with which others read and acknowledge the next posting."""
         self.number += 1
         return self.fd, self.inode, self.size, self.number
 
     def unread(self) -> list[int]:
-        """Processes that have not acknowledged what was posted last."""
+        """Return the processes that haven't acknowledged the last posting."""
         return [pid for slot, pid in self.readers.items() if self.mapping.head[slot] != self.number]
 
     def in_use(self) -> bool:
-        """Whether this or another process views it."""
+        """Return whether any process has a view of it."""
         return _compat.storage_users(self._storage) > self._idle or bool(self.unread())
 
     def free(self) -> bool:
-        """Whether it may be written again."""
+        """Return whether it may be written again."""
         return (self.owner is None or self.owner() is None) and not self.in_use()
 
 
 def _map(fd: int, size: int) -> Mapping:
-    """Without an operation on tensors."""
-    # What is computed again for backward may find no free block where forward found one, and torch's checkpoint refuses
-    # operations that forward did not have.
+    """Create a buffer without a tensor operation."""
+    # A recomputation may find no free block where forward found one, and torch's checkpoint refuses operations that
+    # forward didn't have.
     memory = memoryview(mmap.mmap(fd, size))
     return Mapping(memory[:HEAD].cast("q"), torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD), memory)
 
 
 class _Arena:
-    """The blocks that this process writes."""
+    """Blocks that this process writes."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, Block] = {}
@@ -114,7 +114,7 @@ class _Arena:
             self._log.append((time.time_ns(), sum(b.used for b in self.blocks.values() if b.in_use())))
 
     def drain(self) -> None:
-        """A reader opens a block through the process that made it, so that this one must not be gone before."""
+        """Wait for readers at exit: they open blocks through the process that created them."""
         until = time.monotonic() + _DRAIN_S
         own = os.getpid()
         while time.monotonic() < until:
@@ -135,7 +135,7 @@ class _Arena:
 
 @functools.lru_cache(maxsize=1)
 def _arena_of(pid: int) -> _Arena:
-    """A process that was forked begins anew."""
+    """Forget all blocks in a forked process."""
     del pid
     arena = _Arena()
     util.Finalize(None, arena.drain, exitpriority=0)
@@ -147,12 +147,12 @@ def _arena() -> _Arena:
 
 
 def size_of(nbytes: int) -> int:
-    """The size of the block that so many bytes of data go to."""
+    """Return the size of the block for a number of bytes."""
     return 1 << (nbytes + HEAD - 1).bit_length()
 
 
 def take(nbytes: int) -> Tensor:
-    """A flat buffer of bytes that can be posted, with garbage inside; it is free when its last view is gone."""
+    """Return an uninitialized flat buffer of bytes that can be posted; it is free once no view is left."""
     block = _arena().find(size_of(nbytes))
     result = block.mapping.data[:nbytes]
     block.used = nbytes
@@ -161,7 +161,7 @@ def take(nbytes: int) -> Tensor:
 
 
 def reserve(size: int, owner: object) -> Block:
-    """A free block of this process that nothing else gets as long as `owner` lives, or until `use`."""
+    """Reserve a free block until `use`, or for the lifetime of `owner`."""
     block = _arena().find(size)
     block.owner = weakref.ref(owner)
     block.readers = {}
@@ -169,7 +169,7 @@ def reserve(size: int, owner: object) -> Block:
 
 
 def use(block: Block, nbytes: int, readers: dict[int, int]) -> None:
-    """A reserved block is free again as soon as its readers have signed, who may be this process itself."""
+    """Use a reserved block: it is free again once its readers, this process included, acknowledge it."""
     block.owner = None
     block.readers = readers
     block.used = nbytes
@@ -177,12 +177,12 @@ def use(block: Block, nbytes: int, readers: dict[int, int]) -> None:
 
 
 def block_of(buffer: Tensor) -> Block:
-    """The block in which something is that `take` gave."""
+    """Return the block of a buffer from `take`."""
     return _arena().blocks[_compat.storage_id(buffer)]
 
 
 def map_block(pid: int, fd: int, inode: int, size: int) -> Mapping:
-    """Maps a block of another process."""
+    """Map a block of a different process."""
     try:
         own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
     except OSError as e:
@@ -196,13 +196,13 @@ def map_block(pid: int, fd: int, inode: int, size: int) -> Mapping:
 
 
 def allocated_bytes() -> int:
-    """Bytes of all blocks that this process has made, in use or not: an upper bound of the memory they take."""
+    """Return the bytes of all blocks of this process, in use or not: an upper bound of their memory."""
     return sum(block.size for block in _arena().blocks.values())
 
 
 @contextmanager
 def watched() -> Generator[list[tuple[int, int]]]:
-    """Fills a list with (ns since the epoch, bytes in use here or by a reader) whenever a block comes into use."""
-    # What becomes free meanwhile shows at the next one.
+    """Record (ns since the epoch, bytes in use here or by readers) whenever a block comes into use."""
+    # Blocks freed meanwhile show at the next record.
     with _arena().watched() as log:
         yield log

@@ -1,4 +1,4 @@
-"""Processes of one machine read each other's buffers where they were written, in memory that all of them map.
+"""Ranks of one machine read each other's buffers in place, in memory that all of them map.
 
 Guarantee: a member reads only what was written before the note; a group over several machines never comes here; members
 that send unlike things are told so before they read any.
@@ -35,20 +35,20 @@ from fsharding.mesh.failures import UnlikeSizes, among
 __all__ = ["Joint", "Posted", "SharedMemory", "can_share"]
 
 _TAG = 1 << 20
-"""Tag of handshakes, which keeps them apart from all other messages."""
+"""Tag of handshakes; no other message has it."""
 
 _NOWHERE: segments.Note = (-1, -1, -1, -1)
-"""In place of a block, from a member that gives none."""
+"""Sent instead of a block by a member that provides none."""
 
 _POSTED, _RESERVED, _JOINT = range(3)
-"""The subject of a note: a buffer of its own, the memory of the next joint buffer, or a part of one."""
+"""Kind of a note: a separate buffer, the memory of the next joint buffer, or a part of one."""
 
 _SWITCH = "FSHARDING_SHARED_MEMORY"
 
 
 @dataclass
 class _Members:
-    """Processes of this machine that know each other, and which of their blocks this one has mapped."""
+    """Connected processes of this machine, and those of their blocks that this one has mapped."""
 
     name: int
     pids: tuple[int, ...]
@@ -63,7 +63,7 @@ class _Members:
         return known
 
     def check(self, index: int, records: Sequence[Sequence[int]]) -> None:
-        """Reaches every other member, who says where it has its name, and where its pipes."""
+        """Reach every other member through the locations of its name and pipes."""
         self.pipes.connect(self.pids, [write_ends[index] for _, _, _, _, *write_ends in records])
         for member, (_, fd, inode, size, *_) in enumerate(records):
             if member != index:
@@ -74,7 +74,7 @@ class _Members:
 
 @dataclass
 class _Turns:
-    """The joint buffers of one size on a channel: how many there were, and what was said with the last one."""
+    """Joint buffers of one size on a channel: their number, and the note of the last one."""
 
     size: int
     count: int = 0
@@ -82,7 +82,7 @@ class _Turns:
     reserved: segments.Block | None = None
 
     def reserve_next(self, group: Group) -> segments.Note:
-        """This member's note about the next buffer: where it is, if it is its turn."""
+        """Return this member's note on the next buffer: its location, if this member provides it."""
         if self.count % group.size != group.index:
             return _NOWHERE
         self.reserved = segments.reserve(self.size, self)
@@ -91,7 +91,7 @@ class _Turns:
 
 @dataclass
 class _Channel:
-    """The notes of a process group, apart from other groups of the same processes."""
+    """Notes of one process group; groups of the same processes have separate channels."""
 
     members: _Members
     number: int
@@ -101,14 +101,14 @@ class _Channel:
 _channels: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], bool], _Channel | str]] = (
     WeakKeyDictionary()
 )
-"""By process group, and by the order in which its ranks are members; or why there is none."""
+"""By process group and the order of its ranks: the channel, or the reason that it has none."""
 
 _known: WeakValueDictionary[tuple[int, ...], _Members] = WeakValueDictionary()
 """By their ranks."""
 
 
 def can_share(group: Group, *, asked: bool = False) -> Offer:
-    """Whether all members of a group are processes of one machine that can map each other's memory."""
+    """Return whether all members are processes of one machine that can map each other's memory."""
     # Collective over the group the first time.
     assert group.process_group is not None
     channels = _channels.setdefault(group.process_group, {})
@@ -130,7 +130,7 @@ def _channel(group: Group) -> _Channel:
 
 
 def _handshake(group: Group, *, asked: bool) -> _Channel | str:
-    """The channel of a group, or why it has none. Groups of the same processes have one set of pipes."""
+    """Return the channel of a group, or why it has none; groups of the same processes share pipes."""
     if group.size > segments.HEAD // 8:
         return f"it has more than {segments.HEAD // 8} ranks"
     machine = _machine()
@@ -153,7 +153,7 @@ def _handshake(group: Group, *, asked: bool) -> _Channel | str:
 
 
 def _connect(group: Group, pids: tuple[int, ...]) -> _Members | None:
-    """Every member writes its name into a block, and opens pipes; all must be able to reach them there."""
+    """Write this member's name into a block and open pipes; every member must reach all of them."""
     own = segments.take(8)
     pipes = _pipes(group)
     record = [-1] * (4 + group.size)
@@ -177,7 +177,7 @@ def _connect(group: Group, pids: tuple[int, ...]) -> _Members | None:
 
 
 def _pipes(group: Group) -> Pipes | None:
-    """None where this process may open no more files."""
+    """Create pipes; None if this process may open no more files."""
     try:
         return Pipes(group.size, group.index, len(_NOWHERE) + 1)
     except OSError:
@@ -185,7 +185,7 @@ def _pipes(group: Group) -> Pipes | None:
 
 
 def _numbers(own: Sequence[int], group: Group) -> list[list[int]]:
-    """Gathers a value of every member, over the group itself."""
+    """All-gather a value over the group itself."""
     rows = torch.empty(group.size, len(own), dtype=torch.int64)
     rows[group.index] = torch.tensor(own)
     swap_rows(rows, group, tag=_TAG).wait()
@@ -193,7 +193,7 @@ def _numbers(own: Sequence[int], group: Group) -> list[list[int]]:
 
 
 def _machine() -> int:
-    """A number that processes share if they see the same processes under the same numbers; -1 where there is none."""
+    """Return a number shared by processes of one boot and one PID namespace; -1 if unknown."""
     if not hasattr(os, "memfd_create"):
         return -1
     try:
@@ -205,7 +205,7 @@ def _machine() -> int:
 
 @contextmanager
 def _naming(group: Group) -> Generator[None]:
-    """Says which rank the member is that a failure names."""
+    """Name the rank of the member in a failure."""
     try:
         yield
     except MemberError as error:
@@ -214,10 +214,10 @@ def _naming(group: Group) -> Generator[None]:
 
 
 class _Notes:
-    """A note from each member to each other one."""
+    """An exchange of notes: one from each member to each other."""
 
     def __init__(self, note: segments.Note, kind: int, nbytes: int, group: Group) -> None:
-        """Sends this member's."""
+        """Send this member's note."""
         self._group, self._channel, self._what = group, _channel(group), nbytes * 3 + kind
         with _naming(group):
             self._number = self._channel.members.pipes.send(self._channel.number, (*note, self._what))
@@ -239,7 +239,7 @@ class _Notes:
         return self._received
 
     def is_ready(self) -> bool:
-        """Whether `wait` would return at once. Raises as that does."""
+        """Return whether `wait` would return at once; raise as it does."""
         if self._received is not None:
             return True
         with _naming(self._group):
@@ -247,17 +247,17 @@ class _Notes:
 
 
 def _map_from(member: int, note: Sequence[int], group: Group) -> segments.Mapping:
-    """The block that a member's note points to."""
+    """Return the block of a member's note."""
     fd, inode, size, _ = note
     with among((group.ranks[member],)):
         return _channel(group).members.open(member, fd, inode, size)
 
 
 class Posted:
-    """A buffer of each member, once all of them have posted theirs, of one size each."""
+    """One buffer of each member, all of one size, once all are posted."""
 
     def __init__(self, own: Tensor, group: Group) -> None:
-        """Starts to show the buffer to the other members."""
+        """Post this member's buffer to the others."""
         block = segments.block_of(own)
         block.readers = {i: pid for i, pid in enumerate(_channel(group).members.pids) if i != group.index}
         self._mine = own
@@ -268,7 +268,7 @@ class Posted:
         self._acknowledged = False
 
     def wait(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
-        """The buffer of each member as bytes, to be read until `release`."""
+        """Return the buffer of each member as bytes, valid until `release`."""
         assert not self._acknowledged, "the buffers may have been written again"
         if self._buffers is None:
             buffers = [self._mine] * self._group.size
@@ -280,12 +280,12 @@ class Posted:
         return self._buffers
 
     def is_ready(self) -> bool:
-        """Whether `wait` would return at once. Raises as that does."""
+        """Return whether `wait` would return at once; raise as it does."""
         return self._notes.is_ready()
 
     def release(self, timeout: timedelta | None = None) -> None:
-        """The buffers have been read, and may be written again. Waits for them, if that has not been done."""
-        # Each is acknowledged once: later its member may have posted something else in the same memory.
+        """Acknowledge the buffers, which may then be written again; wait for them first if needed."""
+        # Acknowledge each once: later its member may have posted a different buffer in the same memory.
         if not self._acknowledged:
             self.wait(timeout)
             for head, number in self._unread:
@@ -295,15 +295,14 @@ class Posted:
 
 
 class Joint:
-    """A buffer of which every member writes a part, all in the same memory. Fill, `start`, `wait`, and all is there."""
+    """A buffer in shared memory, of which every member writes a part: fill, `start`, `wait`."""
 
-    # The members take turns in giving the memory. Whose turn is next says where with the note by which it says that its
-    # part of this one is written; so as a rule no member waits for memory or requests it.
-    # `buffer`: all parts as bytes, garbage until they are written. When this process has no view of it left, this
-    # member acknowledges it.
+    # Members provide the memory in round-robin order. The note that a part is written also has the address of the next
+    # buffer, if its member provides that one, so no member waits for memory or requests it.
+    # `buffer`: all parts as bytes, uninitialized until written. It is acknowledged when this process has no view left.
 
     def __init__(self, nbytes: int, group: Group) -> None:
-        """Finds the memory. Waits for the others where it is the first of its size, or none was waited for since."""
+        """Find the memory; wait for the others if it is the first of its size, or the last one wasn't waited for."""
         channel = _channel(group)
         size = segments.size_of(nbytes)
         self._group, self._turns = group, channel.turns.setdefault(size, _Turns(size))
@@ -327,21 +326,21 @@ class Joint:
         self._notes: _Notes | None = None
 
     def start(self) -> None:
-        """Says that this member's part is written; it must not change from here."""
+        """Announce that this member's part is written; it must not change afterwards."""
         note = self._turns.reserve_next(self._group)
         self._notes = self._turns.notes = _Notes(note, _JOINT, self.buffer.numel(), self._group)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """All parts are written."""
+        """Wait until all parts are written."""
         assert self._notes is not None
         self._notes.wait(timeout)
 
     def is_ready(self) -> bool:
-        """Whether `wait` would return at once. Raises as that does."""
+        """Return whether `wait` would return at once; raise as it does."""
         return self._notes is not None and self._notes.is_ready()
 
     def release(self, timeout: timedelta | None = None) -> None:
-        """See `Work`: the buffer is acknowledged when it is no longer viewed."""
+        """See `Work`: the buffer is acknowledged once no view of it is left."""
         self.wait(timeout)
 
 
@@ -365,7 +364,7 @@ class SharedMemory(Pairwise):
     def all_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
     ) -> Handle[Tensor]:
-        """See `Native`: each member writes its pieces to where they are in whole leaves, and nothing is copied."""
+        """See `Native`: each member writes its shards into the full leaves, without a copy."""
         if bucket.width == 0:
             return super().all_gather(bucket, shards, dtype, memory)
         joint = Joint(bucket.size * dtype.itemsize, self.group)
@@ -387,7 +386,7 @@ class SharedMemory(Pairwise):
         memory: Memory | None = None,
         noise: Noise | None = None,
     ) -> Reduction:
-        """See `Native`: members read what they need out of the others' full leaves, where these are large."""
+        """See `Native`: members read their shards from the others' full leaves, if these are large."""
         if large and terms.as_is and self.has_slots(terms.bucket.width, scatter=terms.scatter):
             return _LeafReduction(terms, self.group, sum_dtype)
         return super().reduction(terms, sum_dtype, large=large, memory=memory, noise=noise)
@@ -419,9 +418,9 @@ class SharedMemory(Pairwise):
 
 
 class _LeafReduction:
-    """A `Reduction` of leaves that lie whole where the others read them."""
+    """A `Reduction` of full leaves that the others read in place."""
 
-    # With `scatter` each member reads the pieces of its own, else the leaves.
+    # With `scatter` each member reads its shards, otherwise the full leaves.
 
     def __init__(self, terms: SumLayout, group: Group, sum_dtype: torch.dtype) -> None:
         self._bucket = terms.bucket

@@ -39,7 +39,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         names: Tree of tuples of dim names, for `plan_layout`.
         frozen: Paths of leaves that don't require gradients; `plan_layout` freezes them.
         roles: Roles of layers over `tp` by path, and the reasons why some layers can't have theirs.
-        sources: State-dict name of each leaf, for `fs.foreign.load_weights` and `fs.checkpoint.export`:
+        sources: State-dict name of each leaf, for `fs.foreign.load_weights` and `fs.foreign.export`:
             `layers.{i}.up.weight` for `layers.up.weight`, or `Rows` if the blocks aren't numbered 0, 1, 2. Includes the
             persistent buffers: exports write them, and loads refuse a file whose values differ.
         files: The same for Hugging Face files, for `hf.load` and `hf.save`. Differs from `sources` in families that
