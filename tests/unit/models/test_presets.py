@@ -96,7 +96,7 @@ def test_the_verb_plan_refuses_what_cannot_be(capsys):
         ("tp=0", "got tp=0.\nA size is at least 1"),
         ("pp=-2,tp=2", "got pp=-2.\nA size is at least 1"),
         ("dp=0", "got dp=0.\nA size is at least 1"),
-        ("dp=-1", "got dp=-1.\nSay the size of each axis"),
+        ("dp=-1", "got dp=-1.\nWrite the size of each axis"),
     ],
 )
 def test_the_verb_plan_refuses_what_is_no_mesh(capsys, mesh, text):

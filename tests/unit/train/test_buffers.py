@@ -107,7 +107,7 @@ def test_what_is_no_buffer_is_refused():
     state, step = start(centered)
     wrong = state.replace(buffers={"mean": 1.0, "count": FIRST["count"]})
     assert "buffers.mean is a float" in refusal(step, wrong, X, kind=LayoutError)
-    assert "Give the whole state" in refusal(fs.evaluate(centered), state.params, X, kind=ArgumentError)
+    assert "Pass the state" in refusal(fs.evaluate(centered), state.params, X, kind=ArgumentError)
 
 
 def test_a_step_that_is_skipped_leaves_buffers_as_they_were():
