@@ -63,8 +63,8 @@ def load(
 ) -> TrainState:
     """Load a checkpoint into a layout of the same model, on any mesh and strategy. Collective.
 
-    Compute-dtype parameters are cast from the main parameters, as in a step. A loss scale that the layout's precision
-    lacks is dropped; a missing one starts at its initial value.
+    Compute-dtype parameters are cast from the main parameters, as in a step. A saved loss scale is dropped
+    if the layout has none; one that wasn't saved starts at its initial value.
 
     Args:
         path: Checkpoint directory.
@@ -72,7 +72,7 @@ def load(
         opt: Optimizer. Its `init` runs on the meta device to check the optimizer state, so it can't read values. It may
             be omitted for fsharding's optimizers. With it, the layout may freeze different leaves than the checkpoint;
             newly trained leaves get new moments.
-        cast: Whether to cast leaves that have different dtypes, instead of raising.
+        cast: Whether to cast leaves whose dtype differs; otherwise they raise.
         data: Data to resume at the saved position. If all data ranks had one position, as with `fs.data.packed`, any
             mesh can resume it; otherwise the number of data ranks must match.
 

@@ -64,7 +64,7 @@ def save(
     Args:
         path: Checkpoint directory; missing parents are created.
         state: State to save: main parameters, optimizer state, buffers, step, key and loss scale. Not modified.
-        extra: JSON value of at most 16 MiB to store, such as a configuration. Rank 0's is stored; tuples become lists.
+        extra: JSON value of at most 16 MiB to store, such as a configuration; rank 0's is stored, tuples as lists.
         data: Data whose position is saved: an object with `state_dict` and `load_state_dict`, such as `fs.data.packed`
             or a `StatefulDataLoader`. Pass it to `load` too.
         timeout: Time limit for the slowest rank's write; the mesh's timeout doesn't apply. A rank that writes for 60 s

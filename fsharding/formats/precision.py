@@ -90,8 +90,8 @@ _ROWS = re.compile(r"(.*)\[(-?\d*)(:?)(-?\d*)\]")
 class Precision:
     """The dtype or format of parameters, compute, communication, gradients and moments.
 
-    A role that is None follows from the others; `Precision()` uses each leaf's own dtype. "Weights" below are the
-    leaves that `keep` leaves to a format: trainable, two dims or more.
+    A role that is None follows from the others; `Precision()` uses each leaf's own dtype. "Weights" below are
+    trainable leaves of two or more dims that `keep` doesn't match.
 
     A format in `reduce` quantizes each rank's gradient once, when it is sent: per microbatch if gradients are sharded,
     else per step. Sums over some ranks are sent in the dtype of the sum, as are gradients of a pipeline that reduces

@@ -66,12 +66,12 @@ def attention(
 ) -> Tensor:
     """Compute `softmax(scale q k') v` over a sequence whose tokens are sharded over an axis of n ranks: [B, H, T, E].
 
-    With n = 1 it is `scaled_dot_product_attention`; long packed rows are computed in tiles, without the hidden ones.
+    With n = 1 it is `scaled_dot_product_attention`; long packed rows are computed in tiles, without masked ones.
     Unlike torch, it is causal by default and takes fewer key heads than query heads (GQA). Otherwise `kind` selects:
 
     - "ring" (Liu et al. 2023, arXiv:2310.01889): keys and values are sent around during compute, and in backward again,
-      with their float32 gradients. Memory for two more blocks (in backward, three of gradients). Hidden blocks are
-      skipped. Differentiable once by autograd; under a `torch.func` transform it runs as "gather".
+      with their float32 gradients. It takes memory for two more blocks (in backward, three of gradients). Masked blocks
+      are skipped. Differentiable once by autograd; under a `torch.func` transform it runs as "gather".
     - "gather": all-gathers keys and values, with a mask [T, n T]. Valid under every transform.
     - "ulysses" (Jacobs et al. 2023, arXiv:2309.14509): all-to-alls exchange heads for tokens and back, so a rank
       computes H / n heads of the full sequence.

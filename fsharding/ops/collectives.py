@@ -251,7 +251,7 @@ def all_gather(x: Tensor, axis: Axis, *, dim: int, size: int | None = None, mesh
     The backward is `reduce_scatter`. Use it where each rank computes something different with the full tensor.
 
     Args:
-        x: This rank's ceil-chunk along `dim`, of any dtype.
+        x: This rank's chunk of ceil(size / n) along `dim`, of any dtype.
         axis: A mesh axis, or several, major first. An axis that the mesh lacks has one rank.
         dim: Dim to join, from -x.ndim to x.ndim - 1.
         size: Full size of that dim, if it isn't a multiple of n; by default n times the size here.

@@ -138,8 +138,8 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, *, end: float = 0.0) -> Schedule:
     """Warm up linearly to a peak, then decay by half a cosine (SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983).
 
-    The rate is `peak * (count + 1) / warmup_steps` during warm-up: the first update already moves, unlike
-    `optax.warmup_cosine_decay_schedule`, which starts at 0.
+    The rate is `peak * (count + 1) / warmup_steps` during warm-up: the first update has a rate above
+    0, unlike `optax.warmup_cosine_decay_schedule` with `init_value=0`.
 
     Args:
         peak: Largest rate.

@@ -420,12 +420,12 @@ def plan_layout(
         precision: Dtypes and formats of the state, compute and communication.
         names: Tree of tuples of dim names; default: the model's. Leaves without names are sharded along dim 0. A
             `Fused` name shards each part of the dim separately.
-        frozen: Dotted paths or path prefixes of leaves without gradients and moments, in addition to the model's own.
+        frozen: Leaves to freeze, as dotted paths or path prefixes, in addition to those that the model freezes.
         stages: Ownership along `pp` by path or path prefix: the layers of each coordinate for a stack, as in
             `{"blocks": [[0, 2], [1, 3]]}`, or the coordinates that own the leaf, as in `{"embed": 0}`. Other leaves
             follow the rules.
-        align: Whether shards over data axes must end at block boundaries of `precision.gather`, if necessary along
-            other dims than the rules name. Otherwise ranks that share a block run a small collective per unit.
+        align: Whether shards over data axes must end at block boundaries of `precision.gather`, even
+            along a dim that the rules don't name. Otherwise ranks that share a block run a small collective per unit.
         tp: "shard" refuses a `tp` axis that shards no leaf, and warns if it shards less than half of the bytes;
             "replicate" allows both.
 

@@ -47,7 +47,7 @@ class NamedSharding:
         spec: Mesh axes that shard each dim, as an `fs.P`; on an assigned dim they shard each coordinate's part.
         partial: Axes over which the values are unreduced: the tensor is the sum over their ranks.
         assigned: Explicit ownership along axes that aren't in `spec`, such as layers of pipeline stages; one per dim.
-        owned: Data axes of `spec` over which the leaf is neither all-gathered nor its gradient reduced, such as `ep`
+        owned: Data axes of `spec` over which the leaf isn't all-gathered and its gradient isn't reduced, such as `ep`
             for experts: tokens are dispatched to the owner instead.
         memory: Memory kind of the leaf between steps, as in `Strategy.with_memory`. A DTensor doesn't record it, so
             `sharding_of` returns "device".

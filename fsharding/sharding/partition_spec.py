@@ -34,7 +34,7 @@ def _is_entry(entry: object) -> bool:
 class PartitionSpec(tuple[Entry, ...]):
     """The mesh axes that shard each dim of a tensor. `fs.P` is short for it.
 
-    Trailing None entries are dropped, and `("dp",)` equals `"dp"`, as in JAX.
+    `("dp",)` equals `"dp"`, as in JAX. Unlike there, trailing None entries are dropped.
 
     Args:
         *entries: For each dim None, an axis, or a tuple of axes, major first; missing ones are None.

@@ -350,7 +350,7 @@ def observing_draws(observe: Callable[[tuple[int, int]], None]) -> AbstractConte
 def normal(
     key: Tensor, shape: Sequence[int], *, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> LazyTensor:
-    """Draw a lazy array of normal values.
+    """Draw a lazy tensor of normal values.
 
     Args:
         key: Random key, int64[2].
@@ -373,7 +373,7 @@ def normal(
 def uniform(
     key: Tensor, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> LazyTensor:
-    """Draw a lazy array of values uniform in [low, high).
+    """Draw a lazy tensor of values uniform in [low, high).
 
     Args:
         key: Random key, int64[2].
@@ -473,7 +473,7 @@ def _check_probability(p: Any, hint: str = "", *, below_one: bool = False) -> No
 
 @public
 def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32) -> LazyTensor:
-    """Make a lazy array of one value.
+    """Make a lazy tensor of one value.
 
     Args:
         shape: Global shape.
@@ -493,7 +493,7 @@ def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float
 
 @public
 def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTensor:
-    """Make a lazy array of zeros.
+    """Make a lazy tensor of zeros.
 
     Args:
         shape, dtype: Global shape and dtype.
@@ -510,7 +510,7 @@ def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTe
 
 @public
 def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTensor:
-    """Make a lazy array of ones.
+    """Make a lazy tensor of ones.
 
     Args:
         shape, dtype: Global shape and dtype.

@@ -64,8 +64,8 @@ def setup(
         mesh: Device mesh. Default: all ranks, along `dp`.
         rules: Map from dim names to mesh axes, see `AxisRules`.
         names: Tree of dim names, one tuple per leaf; a `Model` has its own.
-        precision: Dtypes of storage, compute and communication. Default: float32 throughout.
-        frozen: Dotted paths, or prefixes of paths, of leaves that are not trained.
+        precision: Dtypes of storage, compute and communication. Default: each leaf's dtype throughout.
+        frozen: Leaves to freeze, as dotted paths or path prefixes.
         stages: Owner of each leaf along `pp`, as in `plan_layout`. Default: for a `Model`, the stages of `schedule`.
         buffers: First values of `state.buffers`, as in `init_state`.
         tp: "shard", or "replicate" to allow a `tp` axis that shards no leaf, as in `plan_layout`.

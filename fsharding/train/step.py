@@ -179,7 +179,7 @@ def model_loss(
 def make_train_step(
     model: Any, opt: GradientTransformation, *, precision: Precision | None = None, **options: Unpack[StepOptions]
 ) -> TrainStep:
-    """Make the train step of a run: gradients, norm, verdict, update.
+    """Make the train step of a run: gradients and their norm, a check that they are finite, the update.
 
     A loss function with a parameter `key` gets a random key, int64[2], equal on every rank: `state.key` with the
     numbers of step and microbatch folded in. `fs.random.fold_in(key, fs.data_rank_and_size(mesh)[0])` differs by rank.

@@ -31,10 +31,11 @@ class StepOptions(TypedDict, total=False):
         schedule: Pipeline schedule of a `Model`: a `Schedule`, or a name that is planned for the size of `pp` and
             `microbatches`. Default: "1f1b". Ignored on a mesh without `pp`.
         donate: Whether the step may overwrite its state, which then raises `DonatedError`. Default: False.
-        policy: Activations that the blocks of a `Model` save. Default: `fs.policies.save_except_gathered`.
+        policy: Activations that blocks of a `Model` save; a loss function passes its own to `fs.scan_units`. Default:
+            `fs.policies.save_except_gathered`.
         has_aux: Whether the loss function returns aux last: `((sum, count), aux)` or `((sum, count), buffers, aux)`.
             Aux is any tree and is returned in the metrics. Default: False.
-        check: When a step raises whose loss or gradients are not finite. "sync": in the step, which reads one number
+        check: When a loss or gradient that isn't finite raises. "sync": in the step, which reads one number
             from the device before it updates; the default on the CPU. "async": in the next call, in `metrics.loss` or
             at exit, with status 1; the step reads nothing and masks its update. The default on other devices. Both
             give bitwise identical losses and states.

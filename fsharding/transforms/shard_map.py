@@ -36,8 +36,8 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
 
         hvp = fs.shard_map(lambda p, v: torch.func.jvp(torch.func.grad(loss), (p,), (v,))[1])
 
-    Inside, you differentiate the sum of all ranks' results. A total that ends in an `ops.psum` is shared, and counts
-    once. `fs.value_and_grad` takes DTensors: call it outside.
+    Inside, you differentiate the sum of all ranks' results. A result of `ops.psum` is shared by all ranks and
+    counts once. `fs.value_and_grad` takes DTensors: call it outside.
 
     Args:
         fn: Function of trees. Apply transforms inside.

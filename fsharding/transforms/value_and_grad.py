@@ -170,11 +170,11 @@ def value_and_grad(
         `fn` returns a bare tensor; with `has_aux` the first item is `(first, aux)`. Loss and count are 0-d float32,
         equal on all data ranks. Means and their gradients are NaN unless the counts sum to a positive number.
         Gradients are added to `accumulate`, the sums of earlier calls, in place with `donate=True`; pass `mean=False`
-        then, as a mean divides the total by this call's count.
+        with it, as a mean divides the total by this call's count only.
 
     Raises:
         ArgumentError: `fn` isn't a function of at least one argument, or the arguments of a call are wrong or swapped.
-        ConfigError: `prefetch_depth` isn't an integer from 0, or the device lacks a kernel that `precision` requires.
+        ConfigError: `prefetch_depth` isn't an integer >= 0, or the device lacks a kernel that `precision` requires.
         TransformError: The loss isn't a 0-d floating point tensor, `fn` writes gathered weights in place or casts
             differentiated tensors to 8 bits, or `grads` has a sharding for a plain tensor.
         NotGatheredError: `fn` uses a leaf before it is gathered.

@@ -63,8 +63,8 @@ def load(
             `config.json` that change the computation are compared with the layout's model. Block-quantized fp8 weights,
             as in DeepSeek-V3, are dequantized; each rank reads only the values and scales that it needs.
         layout: Layout of `models.decoder(fs.hf.config_of(path))`, or of any tree with `names`.
-        names: Tensors of each leaf by path. Default: `fs.hf.names_of` for the decoder of `config.json`. A leaf with a
-            `Fused` dim may be `Joined` from separate tensors.
+        names: Map from the path of each leaf to its tensors. Default: `fs.hf.names_of` for the decoder of
+            `config.json`. A leaf with a `Fused` dim may be `Joined` from separate tensors.
         extra: Whether tensors that no leaf uses are an error ("refuse") or are skipped ("ignore").
 
     Returns:

@@ -261,7 +261,7 @@ def functionalize(
 ) -> PureModule:
     """Convert an `nn.Module` to a pure function of its parameters; the module isn't changed.
 
-    The function runs a copy, so change modes, flags, attributes and buffers of the module first. Python state of the
+    The function runs a copy: set mode (train or eval), flags, attributes and buffers first. Python state of the
     forward, such as a counter, stays in the copy and isn't checked. `nn.SyncBatchNorm` uses statistics of all data
     ranks.
 
@@ -271,9 +271,9 @@ def functionalize(
         units: Paths of the modules to gather when they are called and free afterward. `*` matches one part of a path:
             `"layers.*"` stacks the blocks, with one leaf `[L, ...]` per parameter. In
             `("embed", "layers.*", ("norm", "head"))`, `norm` and `head` are gathered together. The first pattern that
-            matches a module counts. Parameters in no unit are gathered first and kept until the end. Units are
+            matches a module counts. Parameters in no unit are gathered first and stay until backward ends. Units are
             prefetched in the order of their definition. Default: the table for the module's Hugging Face family.
-        names: Dim names by pattern of a leaf's path, without the first dim of a stack:
+        names: Dim names by pattern of a leaf's path; omit the layer dim of a stack:
             `{"*.up.weight": ("mlp", "embed"), "*": None}`. Default: the family's, or None, which shards the first dim.
         roles: Roles of layers over `tp` by pattern of their path: "column", "row", "vocab", "logits" or "inside".
             Default: the family's. Layers with a custom forward or with hooks can't have one and use full weights.
@@ -290,7 +290,7 @@ def functionalize(
 
     Raises:
         ArgumentError: `units` that are neither a path nor a list or tuple of paths.
-        ConfigError: an argument that isn't a module, parameters that are tensor subclasses or share memory, patterns
+        ConfigError: an argument that isn't a module, parameters that are tensor subclasses or views, patterns
             that match no unit, layer or buffer, roles that a layer can't have, meta buffers, an unknown policy, or
             several kinds of problems.
         TreeError: blocks of one stack that differ.
