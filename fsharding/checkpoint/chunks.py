@@ -1,6 +1,6 @@
-"""The table of chunks, boxes of leaves in the files of a checkpoint, from the manifest or from DCP's `.metadata`.
+"""Read which boxes of leaves are where in a checkpoint's files, from the manifest or from DCP's `.metadata`.
 
-Guarantee: chunks have each element of their leaf once, in files that the directory has.
+Guarantee: a leaf's chunks tile it, inside files of the directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 LARGEST = 1 << 29  # bytes of a `.metadata` that is read: about two million chunks
-_MOST_BYTES = 8 << 20  # of the table of a manifest, 250,000 chunks: `latest` parses the manifests of all checkpoints
+_MOST_BYTES = 8 << 20  # largest chunk table of a manifest (250,000 chunks): `latest` parses every manifest
 TRUSTED = "The file may be an attempt to run code here. Use a checkpoint that you trust."
 _SEPARATORS = str.maketrans(":,", "  ")
 
@@ -130,7 +130,7 @@ _NAMES = {
 def from_metadata(
     folder: Path, pickled: bytes | bytearray, manifest: Manifest | None
 ) -> tuple[dict[str, Stored], dict[str, Place]]:
-    """Read `.metadata` without running any code, and check it: chunks, and a record of each path."""
+    """Read `.metadata` without running any code, and check it: chunks, and the first record of each path."""
     rows: list[str] = []
     result: dict[str, Stored] = {}
     records: dict[str, Place] = {}

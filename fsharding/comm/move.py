@@ -40,13 +40,13 @@ class Moved(NamedTuple):
 class Move:
     """The plan of a bucket of leaves that are sent together."""
 
-    # Equal on all ranks of a mesh, since it determines which collectives run and in which order.
+    # `outline` is equal on all ranks: it determines which collectives run, and in which order.
 
     mesh: Mesh
     leaves: tuple[LeafSteps, ...]  # their steps differ in dims only
     wires: tuple[Wire, ...]  # the wire of each leaf in the first step; all are equal if that is a sum
     dtype: torch.dtype  # dtype of sums, and of everything sent after the first step
-    large: bool = False  # whether leaves are large enough to be summed one by one
+    large: bool = False  # whether any leaf is large enough to be summed alone
 
     @functools.cached_property
     def outline(self) -> str:
@@ -119,7 +119,7 @@ class Move:
         return transport.has_slots(leaf.numel(), scatter=self.terms.scatter)
 
     def open(self, device: torch.device, memory: Memory | None = None, noise: Noise | None = None) -> Filling:
-        """Allocate the buffers for the terms of a sum, and send nothing. `noise(i)`: rounding noise of leaf i."""
+        """Return a `Filling` that takes terms; nothing is sent. `noise(i)`: rounding noise of leaf i."""
         return Filling(self, device, memory, noise)
 
     def start(
@@ -249,7 +249,7 @@ class Filling:
         self, move: Move, device: torch.device, memory: Memory | None = None, noise: Noise | None = None
     ) -> None:
         self.memory = memory
-        # Leaves that have a term. A kernel that writes into a slot must add its leaf here: a leaf that isn't in the set
+        # Leaves that have a term. If a kernel writes a slot, its caller adds the leaf here: a leaf not in the set
         # is overwritten by its next term, and zeroed by `start`.
         self.filled: set[int] = set()
         self._move = move
@@ -270,7 +270,7 @@ class Filling:
         return None if self._first is None else self._first.slot(leaf, dtype)
 
     def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
-        """See `Reduction`; a second term of a leaf is added to the first in its slot."""
+        """See `Reduction`; a second term is added in its slot if the move begins with a sum, else a leaf has one."""
         first = self._first
         if first is None:
             self._terms.update({i: x for i, x in zip(leaves, terms, strict=True) if x is not None})
@@ -302,7 +302,7 @@ class Filling:
         return first.start().then(lambda sums: move.rest.run(sums, places()), communicates=True)
 
     def _own(self, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the terms unreduced, since the move has no steps; if `into` is given, the caller's copy casts them."""
+        """Return the terms, since nothing is reduced; with `into` they keep their dtype, and the caller casts them."""
         if into is None:
             return [self._value(i, self._move.dtype) for i in range(len(self._move.leaves))]
         return [self._terms[i] if i in self._terms else x.zero_() for i, x in enumerate(into)]

@@ -2,8 +2,8 @@
 
 The order of a unit, where `!` records an event on the stream of its line and `?` waits for one there:
 
-    gather     ?begun  ?free of its buffers   cast, all-gather, join   !gathered
-    compute    ?gathered   forward or backward of the unit   !free of its buffers   fill a bucket   !filled
+    gather     ?begun  ?free (its buffers)   cast, all-gather, join   !gathered
+    compute    ?gathered   forward or backward of the unit   !free (its buffers)   fill a bucket   !filled
     reduce     ?filled   exchange, sum, add to the gradient   !reduced
     compute    ?reduced, after the next unit: only then may the bucket's memory be reused
     end        compute waits for both
@@ -28,7 +28,7 @@ __all__ = ["StreamName", "Streams", "streams_for", "use_streams"]
 # as the tensor is freed. So a tensor that a second stream reads is freed only after its own stream has waited for that
 # reader, and a `Pool` keeps with each free buffer the event after which it may be overwritten.
 
-# The streams other than the compute stream, which is current outside of `on`. `out` and `in` copy to and from the host.
+# The streams other than the compute stream, which is current outside of `on`. `out`, `in`: to and from other tiers.
 StreamName: TypeAlias = Literal["gather", "reduce", "out", "in"]
 
 _NOTHING = nullcontext()
@@ -68,7 +68,7 @@ class DeviceStreams(Streams):
         names: tuple[StreamName, ...] = ("gather", "reduce", "out", "in")
         self._device = device
         self._streams = {name: devices.new_stream(device) for name in names}
-        self._compute: torch.Stream | None = None  # the current stream outside of the outermost `on`; None there
+        self._compute: torch.Stream | None = None  # inside `on`: the stream current outside; else None
 
     @contextmanager
     def on(self, name: StreamName) -> Generator[None]:

@@ -19,7 +19,7 @@ _TOGETHER = 2 << 20
 
 
 class _Host(Tier):
-    """Pinned host memory, for a device with separate memory."""
+    """Host memory, pinned for a device with separate memory."""
 
     name: ClassVar[str] = "host"
     text: ClassVar[str] = "the host"
@@ -29,7 +29,7 @@ class _Host(Tier):
         return pinned(shape, dtype)
 
     def put(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """See `Tier`; a tensor that is in pinned memory already is returned itself."""
+        """See `Tier`; a tensor in pinned memory is returned itself, unless `into` fits."""
         fits = into is not None and (into.dtype, into.shape) == (x.dtype, x.shape)
         if x.is_cpu and not fits and (_compat.is_fake(x) or x.is_pinned()):
             return x
@@ -67,7 +67,7 @@ def tier_of(x: Tensor, device_type: str) -> Tier:
 
 
 def tier_on(name: str, device_type: str) -> Tier:
-    """Return the tier that is used for a name."""
+    """Return the tier that this process uses for a memory kind."""
     # Fake tensors are never written to files, so HOST replaces a tier of files; on a CPU, DEVICE replaces HOST.
     tier = tier_named(name)
     if tier.can_fail and _compat.makes_fakes():

@@ -1,4 +1,4 @@
-"""The table of a state's leaves: parameters, main parameters and moments, with their shardings.
+"""Entries of a state, and which optimizer leaves are moments of which parameter.
 
 State tree -> `Outline` -> `places`: subtrees with the structure of the parameters, whose leaves are moments.
 """
@@ -83,7 +83,7 @@ class Place(NamedTuple):
     """The parameter that a leaf of an optimizer state corresponds to, and which part of its moment the leaf is."""
 
     param: str  # path of the parameter
-    blocks: Blocks | None = None  # the format whose scales the leaf is
+    blocks: Blocks | None = None  # the moment's format, if the leaf has its scales
     mean_over: int | None = None  # the dim, from the end, over which the leaf is a mean; kept with size 1
 
 

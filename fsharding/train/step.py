@@ -1,4 +1,4 @@
-"""The train step as a pure function `(state, batch) -> (state, metrics)`, built from the public pieces."""
+"""The train step, a pure function `(state, batch) -> (state, metrics)`: gradients, a check, and an update."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class UncheckedMetrics(Metrics):
 def model_loss(
     model: Any, *, policy: Policy = policies.save_except_gathered
 ) -> Callable[[Tree, Tree], tuple[Any, Any]]:
-    """Make the loss function of a `Model`: embed, scan over blocks, head; each unit is gathered one unit ahead.
+    """Make the loss function of a `Model`: embed, scan over blocks, head; units are gathered `prefetch_depth` ahead.
 
     Args:
         model: A `Model`, such as `fs.models.decoder(config)`.
@@ -182,7 +182,7 @@ def make_train_step(
     """Make the train step of a run: gradients and their norm, a check that they are finite, the update.
 
     A loss function with a parameter `key` gets a random key, int64[2], equal on every rank: `state.key` with the
-    numbers of step and microbatch folded in. `fs.random.fold_in(key, fs.data_rank_and_size(mesh)[0])` differs by rank.
+    numbers of step and microbatch folded in; `fs.random.for_rank(key)` differs by rank.
     One with a parameter `buffers` gets `state.buffers` and returns `((sum, count), buffers)`. Buffers pass from one
     microbatch to the next; the new state gets those of the mesh's first rank, as in torch's DDP (`fs.sync_buffers`).
 
@@ -342,7 +342,7 @@ class TrainStep:
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
         if self._unchecked is not None:
-            # Raise before anything is sent: a rank that has raised at `metrics.loss` doesn't send either.
+            # Raise before sending: ranks that raised at `metrics.loss` send nothing more.
             unchecked = self._unchecked
             self._unchecked = None
             unchecked.raise_refused()
@@ -383,7 +383,7 @@ class TrainStep:
         mesh = state.layout.mesh
         key, number = state.key, state.step
         shared = any(abstract(mesh).axis_size(axis) > 1 for axis in SAME_ROWS)
-        # A count on a device is never read by the host: it is hashed there with the rows. Likewise in a captured step,
+        # A step on a device is never read by the host: it is hashed there with the rows. Likewise in a captured step,
         # where a value that the host has read would be frozen into the graph.
         counted = {} if number.is_cpu and bit is None else {COUNTED: number}
         hashes = hash_rows(batch) | hash_rows(counted) if shared and not _compat.makes_fakes() else {}

@@ -1,4 +1,4 @@
-"""One gather of one unit: all-gather its shards, release the full leaves, and gather them again for backward."""
+"""One use of a unit: all-gather its shards, release the full leaves, and gather them again for backward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UnitState(Enum):
     PLANNED = "nothing has been sent"
     GATHERING = "all-gathers are in flight"
     ALIVE = "full leaves are in buffers"
-    RELEASED = "the buffers are freed"
+    RELEASED = "this unit holds no buffers"
 
 
 # Allowed transitions, and the call that makes each; anything else is a bug of the runtime.
@@ -41,14 +41,14 @@ _FOLLOWS = {
     (UnitState.GATHERING, UnitState.RELEASED),  # release of a unit that was prefetched but not used, or after a failure
     (UnitState.ALIVE, UnitState.RELEASED),  # release: forward has left it, or all its gradients are complete
     (UnitState.RELEASED, UnitState.GATHERING),  # start: backward needs it again
-    (UnitState.RELEASED, UnitState.RELEASED),  # the end of the call releases all units
+    (UnitState.RELEASED, UnitState.RELEASED),  # release is idempotent after forward
 }
 
 
 class GatheredUnit:
-    """One gather of one unit: `start`, `wait`, `release`; then `start` again if backward needs it."""
+    """One use of a unit: `start`, `wait`, `release`; then `start` again if backward needs it."""
 
-    # All-gathers and decoding run on the gather stream. `wait` makes the compute stream wait for it, never the host.
+    # All-gathers and decoding run on the gather stream. On a device with streams, `wait` never blocks the host.
     # `retire` records an event after the last use of a freed buffer, which its next user waits for.
 
     def __init__(
@@ -82,7 +82,7 @@ class GatheredUnit:
         self.saved_views = 0
         self.kept = False  # the policy keeps gathered weights: saved tensors hold the buffers themselves
         self.in_backward = False  # backward has reached it
-        # A gather of some leaves in blocks along their other dim, for backward; released with this unit.
+        # Second gather, of weights quantized in blocks along the other dim, for backward; released with this unit.
         self.columns: GatheredUnit | None = None
         # Full leaves of a `columns` unit while it is ALIVE, by number in the plan.
         self.full: dict[int, WholeLeaf] = {}
@@ -90,9 +90,9 @@ class GatheredUnit:
         # have entries.
         self._handles: dict[int, Handle[Moved]] = {}
         self.buffers: dict[int, list[Tensor]] = {}
-        # Buckets that autograd has saved views of. They are complete when forward releases the unit.
+        # Buckets of which autograd saved a view; final once forward releases the unit.
         self._viewed: set[int] = set()
-        # Tensors that the loss function sees, with their autograd versions, to find in-place writes.
+        # Buffers, and shards passed without a copy, with autograd versions, to detect in-place writes.
         self._guarded: list[tuple[Tensor, int]] = []
 
     def _go(self, state: UnitState) -> None:
@@ -104,7 +104,7 @@ class GatheredUnit:
         """Cast the shards and start to gather them, unless that has been done."""
         if self.state not in (UnitState.PLANNED, UnitState.RELEASED):
             return
-        # Backward may need only the `columns` of a leaf with two wires: without saved views its first one isn't sent.
+        # A bucket whose leaves also have `columns` is sent again in backward only if autograd saved a view of it.
         again = self.state is UnitState.RELEASED
         buckets = {n: b for n, b in enumerate(self.plan.gathers) if not (again and b.if_viewed) or n in self._viewed}
         self._starts(self, sum(1 for b in buckets.values() if b.move.axes))
@@ -144,14 +144,14 @@ class GatheredUnit:
         with _compat.region("gather"), self._streams.on("gather"):
             for number in [*self._handles]:
                 gathered = self._handles[number].wait()
-                del self._handles[number]  # the handle holds the received rows: dropped, `retire` can recycle them
+                del self._handles[number]  # it holds the received rows; drop it so that `retire` finds them free
                 self._memory.retire()
                 self.buffers[number] = gathered.buffers
                 full |= zip(self.plan.gathers[number].leaves, gathered.leaves, strict=True)
         if self._streams.several and self.plan.gathers:
             with self._streams.on("gather"):
                 done = self._streams.record("gathered")
-            self._streams.wait(done)  # the compute stream waits for the gather stream, not the host
+            self._streams.wait(done)
         shown = [x for buffers in self.buffers.values() for x in buffers]
         shown += [self.leaves[i].value for i, _ in self.plan.aliases]
         self._guarded = [(x, _compat.version_of(x)) for x in shown]

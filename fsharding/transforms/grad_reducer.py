@@ -59,7 +59,7 @@ class _Reduced(NamedTuple):
 
 
 class _Gradients:
-    """The gradients of a bucket's leaves, to which its sums are added; first sums are written right into them."""
+    """The gradients of a bucket's leaves, to which its sums are added; first sums are written directly into them."""
 
     def __init__(self, grad_of: Callable[[int], GradMemory], index: Sequence[LeafIndex]) -> None:
         self._grad_of = grad_of
@@ -68,13 +68,13 @@ class _Gradients:
         self._begun: list[tuple[Tensor, bool]] = []
 
     def places(self) -> Sequence[Tensor] | None:
-        """Return the gradients for sums to be written to, if none of them has a value yet; see `Places`."""
+        """Begin the gradients; return them if all are still empty, so that sums are written there."""
         self._parts = [(self._grad_of(leaf), row) for leaf, row in self._index]
         self._begun = [grad.begin(row) for grad, row in self._parts]
         return None if any(has_value for _, has_value in self._begun) else [part for part, _ in self._begun]
 
     def add(self, sums: list[Tensor]) -> None:
-        """Add the sums, after `places`."""
+        """Add the sums. Call `places` first."""
         triples = [(has_value, to, term) for (to, has_value), term in zip(self._begun, sums, strict=True)]
         copies = [(to, term) for has_value, to, term in triples if not has_value and term is not to]
         _compat.foreach_copy_([to for to, _ in copies], [term for _, term in copies])
@@ -189,7 +189,7 @@ class GradReducer:
     def _let_go(self, reduced: list[_Reduced]) -> None:
         """Have the compute stream wait for reductions, and free their memory."""
         memories = [bucket.memory for _, in_use in reduced for bucket, _ in in_use]
-        for event in [event for event, _ in reduced]:  # not unpacked here: a loop variable would hold the last bucket
+        for event in [event for event, _ in reduced]:  # don't unpack in the loop: it would hold the last bucket
             self._streams.wait(event)
         reduced.clear()
         for memory in memories:
@@ -228,7 +228,7 @@ class GradReducer:
         with self._after_compute("filled") if bucket.sends else nullcontext():
             handle = bucket.start(places)
         if self._streams.several:
-            in_use.append((bucket, handle))  # until `_hand_over` has recorded the event of the stream that reads it
+            in_use.append((bucket, handle))  # alive until `_hand_over` records the stream's last read
         return handle
 
     def _started(self, unit: GatheredUnit, b: ReduceBucket, bucket: Filling) -> _Pending:

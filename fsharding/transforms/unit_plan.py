@@ -1,6 +1,6 @@
 """The static plan of a unit: which leaves are gathered together, and which gradients are reduced together.
 
-Planning never communicates, and all ranks of a mesh compute the same plan.
+Planning never communicates; the plans of all ranks of a mesh have the same `outline`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ __all__ = [
 ]  # fmt: skip
 
 _ALIGN = 64  # alignment of fresh tensors, in bytes
-# Least elements of a gradient that is copied by itself as soon as it is complete, so that its memory is freed early.
+# Minimum number of elements of a gradient that is copied alone once it is complete, so its memory is freed early.
 _large: ContextVar[int] = ContextVar("fsharding_large", default=1 << 16)
 
 
 def large_from(elements: int) -> AbstractContextManager[None]:
-    """Set the least number of elements of a `LargeLeaf` inside the `with` block."""
+    """Set the minimum number of elements of a `LargeLeaf` inside the `with` block."""
     return scoped(_large, elements)
 
 
 def pooled_from() -> int:
-    """Return the least number of elements of a gradient whose memory is kept from step to step."""
+    """Return the minimum number of elements of a gradient that is pooled or, without a pool, held by row."""
     return 4 * _large.get()
 
 
@@ -55,12 +55,12 @@ class GradTarget:
 
     sharding: NamedSharding  # sharding of the reduced gradient
     dtype: torch.dtype  # dtype of the sum and of the result
-    wire: Plain | None = None  # wire format of partial gradients and partial sums; None for their dtype
-    # Wire format of the first sum, if different; that sum isn't native then.
+    wire: Plain | None = None  # wire of gradients and partial sums; None: their own dtypes
+    # Wire of the terms of the first sum, if different; then no sum of the leaf is native.
     first_wire: Wire | None = None
     accumulated: NamedSharding | None = None  # sharding of the gradients of earlier microbatches; None without any
     native: bool = False  # use the backend's reductions
-    # Assignments that `sharding` lacks: along them, ranks have slices of the leaf that differ in size.
+    # The leaf's assignments, which `sharding` omits; its slices may differ in size between ranks.
     assigned: tuple[Assigned, ...] = ()
 
     @functools.cached_property
@@ -91,7 +91,7 @@ class UnitLeaf(NamedTuple):
     # It is copied into a buffer even if it is full: it isn't on the device, or it is a row of a stack that isn't
     # aligned like a fresh tensor, on which kernels may round differently.
     copied: bool = False
-    again: Wire | None = None  # wire format of a second gather, which backward may start instead of the first one
+    again: Wire | None = None  # wire of a second gather, for backward, besides or instead of the first
     # Converts the leaf's node in the graph to what the loss function sees; default: the node.
     seen: Callable[[Tensor], WholeLeaf] | None = None
 
@@ -127,7 +127,7 @@ class UnitPlan:
 
     mesh: Mesh
     gathers: tuple[UnitGather, ...]
-    aliases: tuple[tuple[int, torch.dtype], ...]  # leaves that are full already, with the dtype of their use
+    aliases: tuple[tuple[int, torch.dtype], ...]  # leaves used without a gather, and the dtype of their use
     reductions: tuple[ReduceBucket, ...]
     large: tuple[LargeLeaf, ...]
     seen: tuple[tuple[int, Callable[[Tensor], WholeLeaf]], ...]  # `UnitLeaf.seen` of the leaves that have one
@@ -138,7 +138,7 @@ class UnitPlan:
         """The order of collectives as text, equal on all ranks although their shards may differ in size."""
         gathers = [(b.leaves, b.move.outline, b.if_viewed) for b in self.gathers]
         reductions = [(b.leaves, b.early.outline, b.late.outline) for b in self.reductions]
-        # Each leaf is in one bucket, and the gradient of each in one at most.
+        # Each leaf is in one gather bucket or is an alias; its gradient is in at most one reduction.
         gathered = [*(i for b in self.gathers for i in b.leaves), *(i for i, _ in self.aliases)]
         reduced = [i for b in self.reductions for i in b.leaves]
         assert sorted(gathered) == [*range(len(gathered))] and len({*reduced}) == len(reduced), self
@@ -196,7 +196,7 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[UnitGather, ...],
         parts = steps.parts(leaf.wire)
         is_itself = parts.dtype == leaf.wire.dtype == leaf.stored and not leaf.copied
         if axes or (leaf.shape and not is_itself):
-            # A bucket has either views of its received buffer, or values decoded to one dtype.
+            # All leaves of a bucket view its received buffer, or all are decoded into one buffer.
             kind = (leaf.wire.dtype, parts.dtype, parts.decoded is None, leaf.again is not None)
             result.setdefault((axes, leaf.sharding.data_axes, *kind), []).append((i, steps))
         else:
@@ -221,7 +221,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         late = steps_of(middle, target.sharding, leaf.shape)
         first = target.first_wire if begins_with_sum(early.steps or late.steps) else None
         native = target.native and first is None
-        # A backend adds in the dtype that is sent; ordered sums widen it first.
+        # A native sum adds in the dtype that is sent, so terms need the sum's dtype; ordered sums widen terms first.
         sums = Plain((target.wire or target).dtype, native)
         terms = sums if target.wire or native else Plain(leaf.wire.dtype)
         wires = (first or terms, sums) if early.steps else (terms, first or sums)
@@ -238,7 +238,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
 
 
 def _elements(leaf: UnitLeaf) -> int:
-    """Return the most elements of a leaf's gradient on a rank before it is reduced."""
+    """Return the largest number of elements of a rank's partial gradient of a leaf."""
     assert leaf.target is not None
     sharding = unreduced(leaf.sharding)
     return max(math.prod(sharding.first_shape(shape)) for shape in leaf.target.slices(leaf.shape))
