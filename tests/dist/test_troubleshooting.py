@@ -122,18 +122,18 @@ def saved_by_one(mesh):
 
 
 MISTAKES = {
-    "ranks that make other meshes": other_meshes,
-    "ranks with other settings": other_microbatches,
-    "parameters drawn by `torch.randn`": other_draws,
-    "a module, an adapter or buffers that each rank draws for itself": other_module,
+    "different meshes": other_meshes,
+    "different settings": other_microbatches,
+    "parameters of `torch.randn`": other_draws,
+    "a module, adapter or buffers that differ by rank": other_module,
     "different tensors given to `fs.shard`": other_tensors,
-    "leaves that each rank made for itself, in `state.replace` or `fs.state_from_params`": other_leaves,
+    "different leaves in `state.replace` or `fs.state_from_params`": other_leaves,
     "`state.step` or `state.key` replaced on one rank": other_steps,
-    "`leaf.full_tensor()` of a leaf that is fused over `tp`, or owned by a pipeline stage": full_tensor_of_a_part,
-    "units in another order on one rank": other_order,
-    "other rows on ranks along `tp`": other_rows,
-    "whole sequences on ranks along `cp`": whole_sequences,
-    "a plain loss over leaves that `tp` cuts": ignores_tp,
+    "`leaf.full_tensor()` of a leaf fused over `tp`, or owned by a stage": full_tensor_of_a_part,
+    "units in a different order": other_order,
+    "different rows along `tp`": other_rows,
+    "full sequences along `cp`": whole_sequences,
+    "a plain loss over leaves sharded by `tp`": ignores_tp,
     "a batch that fails on one rank": other_shapes,
     "`if rank == 0: fs.checkpoint.save(...)`": saved_by_one,
 }

@@ -239,20 +239,20 @@ MISTAKES = {
     # -------------------------------------------------------------------------------------------- meshes and layouts
     "`fs.make_mesh(data=2)`": lambda at: fs.make_mesh(data=2),
     "`fs.make_mesh(2)`": lambda at: fs.make_mesh(2),
-    "`fs.make_mesh(dp=3)`, and no launcher": lambda at: fs.make_mesh(dp=3),
+    "`fs.make_mesh(dp=3)` without a launcher": lambda at: fs.make_mesh(dp=3),
     '`strategy="fsdp"`': lambda at: fs.plan_layout(init(at.key), at.mesh, strategy="fsdp"),
     "`fs.plan_layout(model, mesh, fs.zero(3))`": lambda at: fs.plan_layout(init(at.key), at.mesh, fs.zero(3)),
     '`precision="bf16"`': lambda at: fs.plan_layout(init(at.key), at.mesh, precision="bf16"),
-    "a dim name that no rule has": lambda at: fs.plan_layout(
+    "a dim without a rule": lambda at: fs.plan_layout(
         {"w": torch.zeros(8, 4)}, at.mesh, names={"w": (None, "hidden")}
     ),
-    "`names` without an entry for a leaf": lambda at: fs.plan_layout(
+    "`names` without a leaf": lambda at: fs.plan_layout(
         init(at.key), at.mesh, names={"head": {"weight": (None, None)}}
     ),
     "`names` of the wrong length": lambda at: fs.plan_layout({"w": torch.zeros(8, 4)}, at.mesh, names={"w": ("mlp",)}),
-    '`frozen=["heads"]`, and the leaf is `head`': lambda at: fs.plan_layout(init(at.key), at.mesh, frozen=["heads"]),
+    '`frozen=["heads"]` for the leaf `head`': lambda at: fs.plan_layout(init(at.key), at.mesh, frozen=["heads"]),
     "heads that `tp` does not divide": lambda at: fs.plan_layout(DECODER, fs.AbstractMesh(("tp",), (3,))),
-    "`tp=2` for a model whose dims have no names, such as a module of an unknown family, or one of PEFT": lambda at: (
+    "`tp=2` for a model without named dims, such as PEFT's": lambda at: (
         fs.plan_layout({"w": torch.zeros(8, 4)}, fs.AbstractMesh(("tp",), (2,)))
     ),
     "a state on an `AbstractMesh`": lambda at: fs.init_state(
@@ -263,30 +263,30 @@ MISTAKES = {
     "`fs.plan_layout(init, mesh)`": lambda at: fs.plan_layout(init, at.mesh),
     "`fs.init_state(init, opt, 0, layout)`": lambda at: fs.init_state(init, at.opt, 0, at.layout),
     "`torch.Generator` for a key": lambda at: fs.random.normal(torch.Generator(), (2, 2)),
-    "`net(params, x)` of a module with batch norms in train mode": lambda at: run_module(torch.nn.BatchNorm1d(4)),
-    "a forward that writes a buffer of its own": lambda at: run_module(Counting()),
-    "`fs.functionalize(module)` of an unknown family, without units": lambda at: fs.functionalize(
+    "`net(params, x)` with batch norms in train mode": lambda at: run_module(torch.nn.BatchNorm1d(4)),
+    "a forward that writes its own buffer": lambda at: run_module(Counting()),
+    "`fs.functionalize(module)` of an unknown family": lambda at: fs.functionalize(
         torch.nn.Sequential(torch.nn.Linear(4, 3))
     ),
-    "a plain tensor put into `state.params`": lambda at: at.step(at.state.replace(params=whole_params(at)), at.batch),
-    'a leaf at rest and a plain tensor: `state.params["w"] * x`': lambda at: (
+    "a plain tensor in `state.params`": lambda at: at.step(at.state.replace(params=whole_params(at)), at.batch),
+    'a DTensor with a plain tensor: `state.params["w"] * x`': lambda at: (
         at.state.params["head"]["weight"] * torch.ones(3, 8)
     ),
-    "parameters for `init`: `fs.init_state(params, opt, key, layout)`": lambda at: fs.init_state(
+    "`fs.init_state(params, opt, key, layout)`": lambda at: fs.init_state(
         at.state.params, at.opt, at.key, at.layout
     ),
     "`state.params` changed in place": at_rest,
-    "one LazyTensor at two leaves": lambda at: fs.setup(one_draw, loss_fn, at.opt, at.key, mesh=at.mesh),
+    "one LazyTensor twice": lambda at: fs.setup(one_draw, loss_fn, at.opt, at.key, mesh=at.mesh),
     # ------------------------------------------------------------------------------------------------ loss functions
-    "a leaf used without `gather_unit`": in_loss(lambda p, b: F.linear(b["x"], p["body"]["w"]).sum()),
-    "an L2 penalty over `fs.tree.leaves(params)`": in_loss(lambda p, b: p["body"]["w"].square().sum()),
+    "a leaf without `gather_unit`": in_loss(lambda p, b: F.linear(b["x"], p["body"]["w"]).sum()),
+    "L2 over `fs.tree.leaves(params)`": in_loss(lambda p, b: p["body"]["w"].square().sum()),
     "`leaf.to_local()` in a loss": in_loss(lambda p, b: p["body"]["w"].to_local().sum()),
-    "`state.params` used inside a loss": lambda at: fs.value_and_grad(
+    "`state.params` in a loss": lambda at: fs.value_and_grad(
         lambda p, b: (b["x"] @ at.state.params["body"]["w"].T).sum()
     )(at.state.params, at.batch),
-    "a block that recompute runs again, which appends to a list that it is given": in_loss(lambda p, b: fs.remat(appending)(b["x"], [])),
+    "a recomputed block that appends to an argument": in_loss(lambda p, b: fs.remat(appending)(b["x"], [])),
     "gathered weights changed in place": in_loss(in_place),
-    "a block of `fs.scan_units` in the order of `lax.scan`: `(carry, w)`": in_loss(
+    "`fs.scan_units` with a block of `lax.scan`: `(carry, w)`": in_loss(
         lambda p, b: fs.scan_units(lambda x, w: x @ w["w"].T, [p["body"]], b["x"]).sum()
     ),
     "`w * fs.random.normal(key, shape)` in a loss": in_loss(
@@ -295,11 +295,11 @@ MISTAKES = {
     "`return loss, logits`": in_loss(lambda p, b: (torch.zeros(()), torch.zeros(2))),
     "`return loss.item()`": in_loss(lambda p, b: loss_fn(p, b)[0].item()),
     "`return losses.mean(), n`": in_loss(lambda p, b: ((b["y"] @ fs.gather_unit(p["head"])["weight"]).mean(), 6)),
-    "a step whose loss is detached, or of other weights": in_step(lambda p, b: loss_fn(p, b)[0].detach()),
+    "a loss that is detached, or of other weights": in_step(lambda p, b: loss_fn(p, b)[0].detach()),
     "`F.dropout`, `random.random()` or `np.random` in a loss": in_step(lambda p, b: F.dropout(b["y"] @ fs.gather_unit(p["head"])["weight"]).sum()),
     "one key for two draws": in_step(drawn_twice),
-    "`.backward()` on a loss computed outside of a step": lambda at: loss_fn(at.state.params, at.batch)[0].backward(),
-    "`GradScaler.scale` in a loss, also in one for `fs.evaluate`": in_step(scaled_by_torch),
+    "`.backward()` outside of a step": lambda at: loss_fn(at.state.params, at.batch)[0].backward(),
+    "`GradScaler.scale` in a loss": in_step(scaled_by_torch),
     "`loss.backward()`": lambda at: at.grads[0][0].backward(),
     "`torch.func.grad(f)(state.params)`": lambda at: torch.func.grad(lambda p: loss_fn(p, at.batch)[0])(
         at.state.params
@@ -307,7 +307,7 @@ MISTAKES = {
     "`torch.func.grad` inside `fs.value_and_grad`": in_loss(
         lambda p, b: torch.func.grad(lambda x: x.sum())(fs.gather_unit(p["head"])["weight"]).sum()
     ),
-    "`x @ w.T`, and the precision computes in a format": lambda at: fs.value_and_grad(
+    "`x @ w.T` if the precision computes in a format": lambda at: fs.value_and_grad(
         lambda p, b: (b["x"].bfloat16() @ fs.gather_unit(p["body"])["w"].T).sum(),
         precision=fs.Precision(compute=fs.formats.MXFP8),
     )(at.state.params, at.batch),
@@ -316,10 +316,10 @@ MISTAKES = {
     ),
     "`policy=\"everything\"`": lambda at: fs.make_train_step(loss_fn, at.opt, policy="everything"),
     # ------------------------------------------------------------------------------------------ optimizers and steps
-    "`fs.optim(1e-3)`, and other namespaces called as functions": lambda at: fs.optim(1e-3),
-    "a schedule that is a class, or a function that makes one": lambda at: fs.adamw(fs.optim.schedules.warmup_cosine),
+    "`fs.optim(1e-3)`, or a call of another namespace": lambda at: fs.optim(1e-3),
+    "a class, or a factory, as a schedule": lambda at: fs.adamw(fs.optim.schedules.warmup_cosine),
     "`fs.make_train_step(loss_fn, torch.optim.RMSprop)`": lambda at: fs.make_train_step(loss_fn, torch.optim.RMSprop),
-    "`opt.update(grads, opt_state)` with weight decay": lambda at: at.opt.update(at.grads[1], at.state.opt_state),
+    "`opt.update(grads, opt_state)`": lambda at: at.opt.update(at.grads[1], at.state.opt_state),
     "`opt.update(opt_state, grads, params)`": lambda at: at.opt.update(
         at.state.opt_state, at.grads[1], at.state.params
     ),
@@ -329,65 +329,65 @@ MISTAKES = {
     "`step(state.params, batch)`": lambda at: at.step(at.state.params, at.batch),
     "`step(batch, state)`": lambda at: at.step(at.batch, at.state),
     "`fs.evaluate(step)`": lambda at: fs.evaluate(at.step),
-    "gradients that are None": lambda at: fs.update(at.state, None, at.opt),
-    "`state = step(state, batch)`, and again": lambda at: at.step(at.step(at.state, at.batch), at.batch),
-    "a donated state used again": donated,
+    "None as gradients": lambda at: fs.update(at.state, None, at.opt),
+    "`state = step(state, batch)`, twice": lambda at: at.step(at.step(at.state, at.batch), at.batch),
+    "a donated state": donated,
     '`metrics["loss"]`': lambda at: at.step(at.state, at.batch)[1]["loss"],
-    "loss or gradients are NaN": lambda at: at.step(at.state, {**at.batch, "x": at.batch["x"] * float("nan")}),
-    "a batch in which no token counts": in_step(lambda p, b: (loss_fn(p, b)[0], 0)),
-    "a count that is infinite": in_step(lambda p, b: (loss_fn(p, b)[0], float("inf"))),
+    "NaN in loss or gradients": lambda at: at.step(at.state, {**at.batch, "x": at.batch["x"] * float("nan")}),
+    "a batch without counted tokens": in_step(lambda p, b: (loss_fn(p, b)[0], 0)),
+    "an infinite count": in_step(lambda p, b: (loss_fn(p, b)[0], float("inf"))),
     # ------------------------------------------------------------------------------------------------------- batches
-    "arrays of NumPy in a batch": lambda at: at.step(at.state, fs.tree.map(lambda x: x.numpy(), at.batch)),
-    "a data loader for a batch: `step(state, loader)`": lambda at: at.step(at.state, DataLoader([at.batch])),
+    "NumPy arrays in a batch": lambda at: at.step(at.state, fs.tree.map(lambda x: x.numpy(), at.batch)),
+    "`step(state, loader)`": lambda at: at.step(at.state, DataLoader([at.batch])),
     "`float64` inputs, or `int32` classes": lambda at: at.step(at.state, {**at.batch, "x": at.batch["x"].double()}),
-    "an entry of a batch that isn't rows, such as class weights": lambda at: fs.make_train_step(
+    "class weights in a batch": lambda at: fs.make_train_step(
         loss_fn, at.opt, microbatches=2
     )(at.state, {**at.batch, "classes": torch.ones(4)}),
-    "an `Experts(capacity=)` that an expert fills": fill_an_expert,
-    "microbatches that do not divide the batch": lambda at: fs.make_train_step(loss_fn, at.opt, microbatches=4)(
+    "a full expert of `Experts(capacity=)`": fill_an_expert,
+    "indivisible microbatches": lambda at: fs.make_train_step(loss_fn, at.opt, microbatches=4)(
         at.state, at.batch
     ),
-    "a batch without an entry that the loss reads": lambda at: at.step(at.state, {"x": at.batch["x"]}),
+    "a missing entry of a batch": lambda at: at.step(at.state, {"x": at.batch["x"]}),
     "shapes that don't match": lambda at: at.step(at.state, {**at.batch, "x": torch.zeros(6, 5)}),
     "tokens outside the vocabulary": lambda at: decode(
         at, {"tokens": torch.full((2, 4), 9), "targets": torch.zeros(2, 4, dtype=torch.int64)}
     ),
     # ---------------------------------------------------------------------------------------------------------- data
-    'a path for documents: `fs.data.packed("corpus.jsonl", ...)`': lambda at: packed("corpus.jsonl"),
-    "a `DatasetDict` for documents": lambda at: packed({"train": [[1]]}),
-    "a generator, or a stream, for documents": lambda at: packed(x for x in [[1]]),
+    '`fs.data.packed("corpus.jsonl", ...)`': lambda at: packed("corpus.jsonl"),
+    "a `DatasetDict`": lambda at: packed({"train": [[1]]}),
+    "a generator or stream": lambda at: packed(x for x in [[1]]),
     "an empty data set": lambda at: packed([]),
-    "documents without a character": lambda at: packed(["", ""], tokenizer=lambda text: list(text.encode())),
-    "all documents together shorter than a row": lambda at: packed([[1, 2, 3], [4, 5, 6]]),
+    "empty documents": lambda at: packed(["", ""], tokenizer=lambda text: list(text.encode())),
+    "too few tokens for a row": lambda at: packed([[1, 2, 3], [4, 5, 6]]),
     "rows of several columns": lambda at: packed([{"body": "x", "id": 1}], tokenizer=lambda text: list(text.encode())),
     "texts without a tokenizer": lambda at: packed(["to be"]),
     "a path for a tokenizer": lambda at: packed(["to be"], tokenizer="tokenizer.json"),
     "a tokenizer larger than the model": lambda at: packed(["to be"], vocab_size=8, tokenizer=lambda text: [8]),
-    "another tokenizer, or other sizes, after a restart": other_sizes,
-    "a checkpoint that was saved without `data=`": lambda at: fs.checkpoint.load(
+    "a new tokenizer or sizes after a restart": other_sizes,
+    "a checkpoint saved without `data=`": lambda at: fs.checkpoint.load(
         at.folder / "7", at.layout, data=fs.data.packed([[1, 2, 3]], batch_size=2, seq_len=2, eos=0)
     ),
-    "a loader's position on another number of data ranks": other_data_ranks,
+    "a loader on a different number of data ranks": other_data_ranks,
     # ----------------------------------------------------------------------------------- checkpoints and other layouts
     '`fs.checkpoint.save("s3://bucket/run/1", state)`': lambda at: fs.checkpoint.save("s3://bucket/run/1", at.state),
     "`fs.checkpoint.save(state, path)`": lambda at: fs.checkpoint.save(at.state, "ckpt"),
     "`fs.checkpoint.load(path, state)`": lambda at: fs.checkpoint.load("ckpt", at.state),
     "a directory without a checkpoint": lambda at: fs.checkpoint.load(at.folder / "none", at.layout),
-    "a checkpoint of another model": lambda at: fs.checkpoint.load(
+    "a different model's checkpoint": lambda at: fs.checkpoint.load(
         at.folder / "7", fs.plan_layout(DECODER, at.mesh), opt=at.opt
     ),
-    "a checkpoint of another optimizer": lambda at: fs.checkpoint.load(
+    "a different optimizer's": lambda at: fs.checkpoint.load(
         at.folder / "7", at.layout, opt=fs.sgd(0.1, momentum=0.9)
     ),
-    "a `config.json` that is not the layout's model, in `fs.hf.load` or `fs.hf.save`": lambda at: fs.hf.save(
+    "a `config.json` of a different model": lambda at: fs.hf.save(
         at.folder / "hf", DECODER.init(fs.random.key(0)), dataclasses.replace(CONFIG, eps=0.1), fs.plan_layout(DECODER, at.mesh)
     ),
-    "a `config.json` with an entry that the library does not know": lambda at: fs.hf.config_of(
+    "an unknown entry of `config.json`": lambda at: fs.hf.config_of(
         {**fs.hf.config_json(CONFIG), "no_such_field": 3}
     ),
-    "a directory with the files of two saves": saved_twice,
-    "a tied model whose file has another `lm_head.weight`": untied,
-    "a Megatron run with other arguments than the config": megatron_run,
+    "two saves in a directory": saved_twice,
+    "tied weights that differ in the file": untied,
+    "a Megatron run that differs from the config": megatron_run,
     "`fs.reshard(state, mesh)`": lambda at: fs.reshard(at.state, at.mesh),
     # ------------------------------------------------------------------------------------------------------ pipelines
     '`schedule="1F1B"`': lambda at: fs.pipeline.plan_schedule("1F1B", 2, 4),
@@ -395,17 +395,17 @@ MISTAKES = {
     "`--strategy fsdp`": command("train --strategy fsdp --out DIR/run"),
     "`--mesh dp=3 --ranks 2`": command("train --mesh dp=3 --ranks 2 --out DIR/run"),
     "`--preset llama3`": command("train --preset llama3 --out DIR/run"),
-    "`--resume newest`, and nothing is there": command("train --resume newest --out DIR/empty"),
-    "`--data` with a saved data set and no tokenizer": saved_data_set,
-    "rows without the column of `--text-column`": missing_column,
-    "a tokenizer that does not say what ends a document": no_end,
+    "`--resume newest` without a checkpoint": command("train --resume newest --out DIR/empty"),
+    "`--data` of a saved data set, no tokenizer": saved_data_set,
+    "no column of `--text-column`": missing_column,
+    "a tokenizer without an end-of-document token": no_end,
     "a tokenizer larger than the preset": large_tokenizer,
-    "a global batch that ranks do not divide": command("train --ranks 2 --batch 3 --out DIR/run"),
+    "an indivisible global batch": command("train --ranks 2 --batch 3 --out DIR/run"),
 }  # fmt: skip
 
 OWN_EDIT = {
-    'a leaf at rest and a plain tensor: `state.params["w"] * x`',
-    "`.backward()` on a loss computed outside of a step",
+    'a DTensor with a plain tensor: `state.params["w"] * x`',
+    "`.backward()` outside of a step",
 }
 
 
