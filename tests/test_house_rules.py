@@ -305,22 +305,22 @@ def offences_of_measures(module: Module) -> list[str]:
 # lowers its budget to the new size plus one percent; none raises it. The goals are 41,000 for the library, 48,000 in all.
 LINES = {
     "": 293,
-    "base": 2_587,
-    "formats": 1_691,
-    "mesh": 3_385,
-    "sharding": 3_538,
-    "comm": 5_020,
-    "ops": 3_058,
-    "transforms": 4_360,
-    "optim": 3_529,
+    "base": 2_586,
+    "formats": 1_642,
+    "mesh": 3_364,
+    "sharding": 3_531,
+    "comm": 5_007,
+    "ops": 3_055,
+    "transforms": 4_345,
+    "optim": 3_528,
     "models": 1_900,
-    "pipeline": 2_203,
-    "train": 4_742,
-    "checkpoint": 4_325,
-    "foreign": 1_613,
-    "interop": 5_066,
-    "testing": 1_499,
-    "contrib": 3_679,
+    "pipeline": 2_197,
+    "train": 4_740,
+    "checkpoint": 4_316,
+    "foreign": 1_580,
+    "interop": 5_044,
+    "testing": 1_491,
+    "contrib": 3_675,
     "apps": 3_248,
 }
 ABOVE_THE_CORE = {"apps", "contrib"}
@@ -329,14 +329,14 @@ ABOVE_THE_CORE = {"apps", "contrib"}
 COUNTS = {
     "arrows between rooms": 86,
     "floors": 12,
-    "files that name a memory kind": 14,
-    "files that know low precision": 18,
+    "files that name a memory kind": 13,
+    "files that know low precision": 16,
     "records of a leaf and where it is": 13,
     "functions of nine parameters or more": 9,
     "functions of more than 80 lines": 0,
     "marks of public names": 0,
 }
-COMMENTS = 789
+COMMENTS = 1016
 
 LOW_PRECISION = re.compile(r"\b(Blocks|Quantized|CodedMoment|is_coded|columnwise|plan_scales|CodePlan|amax)\b")
 MEMORY_KINDS = {"host", "disk"}

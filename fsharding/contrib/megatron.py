@@ -314,8 +314,7 @@ def save(
 ) -> Saved:
     """Write parameters, AdamW's moments and arguments for Megatron. Collective; all ranks must see one file system.
 
-    `megatron.core.dist_checkpointing.load` reads torch_dist into the model's `sharded_state_dict` and, with `settings`,
-    into the distributed optimizer's (`fully_reshardable`), for any parallel sizes.
+    `megatron.core.dist_checkpointing.load` reads torch_dist into `sharded_state_dict`s of any parallel sizes.
 
     Args:
         path: Directory to create, such as `iter_0000100`.
@@ -325,8 +324,8 @@ def save(
         dtype: Dtype of the model's tensors; default: the main parameters', which, like moments, are not cast.
         vocab_multiple: Multiple to which the embedding is padded with zero rows; Megatron needs 128 times tp.
         transformer_impl: Megatron's argument of that name in the loading run; it determines the names of norms.
-        settings: AdamW's `lr`, `betas`, `eps` and `weight_decay` for Megatron's optimizer; since Megatron Core 0.17
-            also `max_lr` and `min_lr`. Without them it loads only the model (`--no-load-optim`).
+        settings: AdamW's `lr`, `betas`, `eps` and `weight_decay` for Megatron's optimizer (`fully_reshardable`); since
+            Megatron Core 0.17 also `max_lr` and `min_lr`. Without them load only the model (`--no-load-optim`).
         samples: Rows read so far, at which Megatron's data loader and learning rate schedule continue (with
             `--override-opt-param-scheduler`). Without it, load with `--finetune` or `--no-load-optim`.
         timeout: Time to wait for ranks on a slow file system, as in `fs.checkpoint.save`.
@@ -336,8 +335,7 @@ def save(
 
     Raises:
         ArgumentError: A timeout that isn't a timedelta.
-        CheckpointError: On every rank: the path exists, the state doesn't fit the config, settings are incomplete, or
-            writing fails; nothing is left at the path.
+        CheckpointError: The path exists, the state doesn't fit the config, settings are incomplete, or writing fails.
         ConfigError: A decoder that Megatron has no names or arguments for.
 
     Example:

@@ -88,7 +88,7 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
         given = dict(zip(named, flat, strict=True))
     elif hidden := [path for path, x in named.items() if isinstance(x, DTensor) and hides_owners(x)]:
         mend = "Pass their shardings: fs.global_norm(grads, shardings=layout.main)."
-        raise LayoutError(message("cannot tell who owns leaves with assignments.", hidden, mend))
+        raise LayoutError(message("cannot tell which ranks own leaves with assignments.", hidden, mend))
     sharding_at = {path: _sharding(x, given[path]) for path, x in named.items()}
     unreduced = [f"{path}: {s}" for path, s in sharding_at.items() if s is not None and s.partial]
     if unreduced:

@@ -135,7 +135,7 @@ def assigned_shardings(
             "Pass their shardings, as the train step does: fs.optim.InitContext(shardings=layout.main) to opt.init,"
             " fs.optim.UpdateContext(shardings=layout.main) to opt.update."
         )
-        raise LayoutError(message("cannot tell who owns leaves with assignments.", rows, mend))
+        raise LayoutError(message("cannot tell which ranks own leaves with assignments.", rows, mend))
     return result
 
 

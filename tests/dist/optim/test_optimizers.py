@@ -532,8 +532,8 @@ def test_what_a_dtensor_does_not_tell_is_refused():
     *texts, other = run_ranks(hidden_leaves, 2)[0]
     names = ("fs.optim.adafactor", "fs.optim.muon", "fs.optim.add_noise")
     for name, text in zip(names, texts, strict=True):
-        assert text == f"{name} cannot tell who owns leaves with assignments.\n  qkv is assigned over tp\n{mend}"
+        assert text == f"{name} cannot tell which ranks own leaves with assignments.\n  qkv is assigned over tp\n{mend}"
     assert other == (
-        "fs.optim.add_noise cannot tell who owns leaves with assignments.\n"
+        "fs.optim.add_noise cannot tell which ranks own leaves with assignments.\n"
         f"  qkv: P() assigned over tp of [4, 8] does not match this rank's shard: [4, 5], but it has [4, 4]\n{mend}"
     )

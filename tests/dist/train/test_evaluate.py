@@ -102,4 +102,4 @@ def test_refusals():
     assert "fs.model_loss(model)" in refusal(fs.evaluate, MODEL, has_aux=True, kind=ConfigError)
     state, _, batch = started({})
     odd = {name: x[:3] for name, x in batch.items()}
-    assert "fs.evaluate cannot cut" in refusal(fs.evaluate(MODEL, microbatches=2), state, odd, kind=BatchError)
+    assert "fs.evaluate cannot split" in refusal(fs.evaluate(MODEL, microbatches=2), state, odd, kind=BatchError)

@@ -120,6 +120,6 @@ def test_an_unmarked_entry_with_another_dim_0_is_refused_by_path():
     }
     for name, call in calls.items():
         text = refusal(call, kind=BatchError)
-        assert text.startswith(f"{name} cannot cut") and "borders is int64[6]: dim 0 of position is 12" in text
+        assert text.startswith(f"{name} cannot split") and "borders is int64[6]: dim 0 of position is 12" in text
         assert text.endswith("Mark an entry that every rank and microbatch gets in full: fs.Shared(x).")
     fs.testing.assert_bitwise_equal(before, state)
