@@ -160,7 +160,7 @@ def test_other_rates_are_told_by_the_step_after(strategy):
         "train step does different things on rank 1 (dp=1) than on rank 0 (dp=0).\n"
         "  rank 1 (dp=1): was last updated with rates 0.2, entry 2 of the call\n"
         "  rank 0 (dp=0): was last updated with rates 0.1, entry 2 of the call\n"
-        "Compute rates from the count alone, or from numbers that all ranks share, such as metrics.loss. Continue from"
+        "Compute rates from the count alone, or from numbers that all ranks share, such as metrics.loss. Resume from"
         " a checkpoint before that update."
     )
 
