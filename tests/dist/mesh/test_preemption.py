@@ -377,7 +377,7 @@ def test_the_launcher_sends_signals_on_and_ends_with_the_status_that_was_asked_f
     assert losses(out)[: len(whole)] == whole[:last]
 
 
-GOES_ON = "the same command with --resume auto continues"
+GOES_ON = "--resume auto continues the run"
 
 
 @full

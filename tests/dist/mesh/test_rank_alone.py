@@ -192,7 +192,7 @@ def test_a_call_of_one_rank_alone(tmp_path, call):
         f"{name} is called on rank 0 (dp=0) alone.\n"
         f"  rank 0 (dp=0): {numbered} at HERE\n"
         "  rank 1 (dp=1): in no collective, at HERE\n"
-        f"Every rank has to call {name}: move it out of the `if rank == 0:`. If the others are only slow, give make_mesh a"
+        f"Every rank has to call {name}: move it out of the `if rank == 0:`. If the others are only slow, pass make_mesh a"
         " longer timeout=."
     ))  # fmt: skip
 
