@@ -622,7 +622,7 @@ def transposes(strategy, axes):
         torch.func.grad(lambda w: local_of(fs.scatter_grads({**y, "w": w}, like=params)["w"]).sum())(full["w"])
     assert str(caught.value) == (
         "fs.scatter_grads cannot run under a torch.func transform.\n"
-        "Call it on the result of the transform; inside, differentiate through gather_unit instead."
+        "Call it on the result of the transform. Inside, differentiate through fs.gather_unit."
     )
     return left, right
 
