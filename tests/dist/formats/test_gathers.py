@@ -260,9 +260,9 @@ def test_cuts_on_borders_of_blocks():
     assert text == (
         "fs.plan_layout cannot shard these dims at block boundaries of float8_e4m3fn[tensor, float32].\n"
         "  blocks.wq is float32[2, 96, 96], dim 2: 96 over dp gives 2 shards of 48, blocks have 96\n"
-        "Make the sizes multiples of pieces and blocks, keep such leaves in the dtype of compute, as in"
-        ' fs.Precision(keep=(..., "wq")), take smaller blocks, or leave align out: then ranks tell each other the'
-        " largest numbers of the blocks that they share."
+        "Make the sizes multiples of shards and blocks, keep such leaves in the dtype of compute, as in"
+        ' fs.Precision(keep=(..., "wq")), use smaller blocks, or leave align out: ranks that share a block then'
+        " all-reduce its largest magnitude."
     )
 
 
