@@ -101,7 +101,7 @@ NEEDED = {
     ("windows.py:_copied", "in"),  # there is memory for a window
     ("windows.py:arrive", "compute"),  # it is on the device
     ("windows.py:send", "out"),  # it is updated
-    ("windows.py:_let_go", "compute"),  # it is where it rests
+    ("windows.py:_free", "compute"),  # it is where it rests
     ("collectives.py:run", "compute"),  # a sum of gradients that are in no unit
     ("executor.py:_guard", "compute"),  # a stage has received what it computes with
     *((name, "compute") for name in ("clip.py:square_sums", "executor.py:sums", "value_and_grad.py:_global_sums")),

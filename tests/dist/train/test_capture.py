@@ -175,7 +175,7 @@ def test_steps_that_raise_at_once_and_what_is_no_step_are_refused():
     state, step = alone(squares)
     assert refusal(fs.capture, step, state, BATCH, kind=ConfigError) == (
         "fs.capture needs a device that records graphs, such as CUDA; this state is on cpu.\nCall the step"
-        " itself. fs.testing.assert_capturable(step, state, batch) checks on any device whether it could be captured."
+        " itself here. fs.testing.assert_capturable(step, state, batch) checks on any device whether it could be captured."
     )
     assert refusal(fs.testing.assert_capturable, alone(squares, check="sync")[1], state, BATCH, kind=ConfigError) == (
         'fs.testing.assert_capturable cannot capture a step with check="sync".\n'
