@@ -439,10 +439,10 @@ def _plan(
     padded = choice.padded(config.vocab_size)
     dialect = Dialect(choice.format, core, written_norms(config, choice.format, choice.transformer_impl), padded)
     shapes = {path: leaf.shape for path, leaf in homes.items()}
-    model = decoder(config)
-    leaves = {*tree.paths(model.init(state.key))}
+    wanted = decoder(config).init(state.key)
+    leaves = {*tree.paths(wanted)}
     rows += [f"{x}: only in the {'model' if x in leaves else 'state'}" for x in sorted(leaves ^ shapes.keys())]
-    rows += unlike_shapes(model, shapes)
+    rows += unlike_shapes(wanted, shapes)
     if rows:
         mend = "Pass the config that the state's model was made of."
         raise CheckpointError(message(f"cannot write {target}.", rows, mend))

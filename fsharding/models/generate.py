@@ -347,10 +347,11 @@ def _check_numbers(count: int, context: int | None, sampling: _Sampling, ends: S
 
 def _check_parameters(model: Model, params: Tree) -> None:
     """Raise if the paths or shapes of parameters aren't the model's."""
-    tree.match(model.init(random.key(0)), params, ("the model", "params"))
+    wanted = model.init(random.key(0))
+    tree.match(wanted, params, ("the model", "params"))
     # A rank's DTensor of a fused leaf over tp is its slice, which doesn't show the full shape.
     plain = {k: x for k, x in tree.named_leaves(params).items() if not (isinstance(x, DTensor) and hides_owners(x))}
-    if rows := unlike_shapes(model, {path: typeof(x).shape for path, x in plain.items()}):
+    if rows := unlike_shapes(wanted, {path: typeof(x).shape for path, x in plain.items()}):
         mend = "Pass the config that they were trained with."
         raise TreeError(message("got parameters of other shapes than the model's.", rows, mend))
 

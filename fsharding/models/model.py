@@ -10,7 +10,6 @@ from torch import Tensor
 from fsharding.base import tree
 from fsharding.base.public import missing_name
 from fsharding.base.tree import Tree
-from fsharding.sharding import random
 
 __all__ = ["Decode", "Model", "unlike_shapes"]
 
@@ -92,8 +91,8 @@ _ELSEWHERE = {
 """What to type instead of the methods that torch and flax modules have."""
 
 
-def unlike_shapes(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Compare full shapes by path with a model's: one row for each leaf of both whose shape differs."""
-    wanted = {path: (*x.shape,) for path, x in tree.named_leaves(model.init(random.key(0))).items() if path in shapes}
-    unlike = {path: shape for path, shape in wanted.items() if shape != shapes[path]}
+def unlike_shapes(wanted: Tree, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Compare full shapes by path with the lazy leaves of a model: one row for each leaf of both that differs."""
+    named = {path: (*x.shape,) for path, x in tree.named_leaves(wanted).items() if path in shapes}
+    unlike = {path: shape for path, shape in named.items() if shape != shapes[path]}
     return [f"{path} is {list(shapes[path])}, and {list(shape)} in the model" for path, shape in unlike.items()]

@@ -44,8 +44,8 @@ from fsharding.interop.hf.naming import Names, names_of, pieces_by_leaf, pieces_
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig, decoder
-from fsharding.models.model import Model, unlike_shapes
-from fsharding.sharding import boxes
+from fsharding.models.model import unlike_shapes
+from fsharding.sharding import boxes, random
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_names import RESERVED
@@ -171,7 +171,7 @@ class _Source:
     layout: Layout | None
     buffers: Buffers
     names: Names
-    model: Model | None  # the decoder of the config, if it has the default names
+    wanted: Tree  # lazy leaves of the config's decoder, if it has the default names
     entries: Mapping[str, Any]  # of `config.json`
     generation: Mapping[str, Any] | None  # of `generation_config.json`, if there is one
 
@@ -195,12 +195,12 @@ def _source(
         mend = "Pass the config that the layout's model was made of."
         rule = f"cannot write {target}: the config and the model of the layout compute different things."
         raise CheckpointError(message(rule, contrary, mend))
-    model = None
+    wanted = None
     if names is None:
         meant = config if isinstance(config, DecoderConfig) else config_of(entries)
-        names, model = names_of(meant), decoder(meant)
+        names, wanted = names_of(meant), decoder(meant).init(random.key(0))
     generation = generation_of(config) or generation_of(made_of)
-    return _Source(target, there, params, layout, buffers, names, model, entries, generation)
+    return _Source(target, there, params, layout, buffers, names, wanted, entries, generation)
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -331,7 +331,7 @@ def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max
     named = tree.named_leaves(source.params)
     leaves = {path: shards_at_home(path, x, homes.get(path), rows) for path, x in named.items()}
     shapes = {path: x.shape for path, x in leaves.items()}
-    rows += [] if source.model is None else unlike_shapes(source.model, shapes)
+    rows += unlike_shapes(source.wanted, shapes)
     pieces, misfits = pieces_by_leaf(source.names, shapes, layout)
     rule = None if format is None else Rule(format, layout)
     tensors = _Tensors(dtype, rule)
