@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import sharding_here
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats.blocks import Rounding
+from fsharding.optim.chunks import like_leaf, new_zeros
 from fsharding.optim.coded_moment import MomentType
-from fsharding.sharding import named_sharding
 from fsharding.sharding.entries import places, state_leaves, with_leaves
 from fsharding.sharding.named_sharding import local_of
 
@@ -40,8 +40,7 @@ class InitContext:
     Attributes:
         moments: Dtype or format of moments in the layout's `Precision`; None leaves it to the optimizer.
         shardings: Shardings of the parameters, such as `layout.main`: DTensors lack explicit assignments.
-        whole: Meta tensors of the full parameters, such as `layout.meta_main()`: the DTensor of a leaf that a different
-            pipeline stage owns lacks its shape. None if each DTensor has it.
+        whole: Meta tensors of the full parameters, such as `layout.meta_main()`; None if each DTensor has its shape.
         stacked: Whether the first dim of a leaf counts layers, by path, as `layout.stacked`; by default under `blocks`.
 
     Example:
@@ -153,6 +152,22 @@ class GradientTransformation:
         return self.with_context().init(params, context)
 
 
+class _Init(Protocol):
+    def __call__(self, params: Tree, context: InitContext = ..., /) -> Any: ...
+
+
+class _Update(Protocol):
+    def __call__(
+        self, updates: Tree, state: Any, params: Tree = ..., context: UpdateContext = ..., /
+    ) -> tuple[Tree, Any]: ...
+
+
+class _Apply(Protocol):
+    def __call__(
+        self, updates: Tree, state: Any, params: Tree, context: UpdateContext = ..., /, *, scale: float | Tensor = ...
+    ) -> tuple[Tree, Any]: ...
+
+
 @dataclass(frozen=True)
 class ContextTransformation(GradientTransformation):
     """A transformation whose functions also take a context, last and optional: the type of this library's optimizers.
@@ -160,9 +175,8 @@ class ContextTransformation(GradientTransformation):
     Attributes:
         init: `init(params, context=InitContext()) -> state`.
         update: `update(updates, state, params=None, context=UpdateContext()) -> (updates, state)`.
-        apply: `apply(updates, state, params, context=UpdateContext(), *, scale=1.0) -> (params, state)`, or None:
-            `update` and `apply_updates` in fewer passes over memory; results may differ in the last bit. It multiplies
-            the updates by `scale` (a number or a 0-d tensor); `context.norm` is the norm after that.
+        apply: `apply(updates, state, params, context=UpdateContext(), *, scale=1.0) -> (params, state)`, or None: both
+            in fewer passes over memory; the last bit may differ. `scale` multiplies updates, also in `context.norm`.
         factor: For a stateless transformation that multiplies by a number: that number for a global norm, 0-d.
         masks: Whether `apply` honors `context.finite`.
         by_element: Whether each element is updated by itself, given the global norm if needed.
@@ -179,9 +193,9 @@ class ContextTransformation(GradientTransformation):
         {'w': tensor([0.5000, 0.5000, 0.5000, 0.5000])}
     """
 
-    init: Callable[..., Any]
-    update: Callable[..., tuple[Tree, Any]]
-    apply: Callable[..., tuple[Tree, Any]] | None = None
+    init: _Init
+    update: _Update
+    apply: _Apply | None = None
     factor: Callable[[Tensor], Tensor] | None = None
     masks: bool = False
     by_element: bool = False
@@ -279,14 +293,11 @@ def multiply(values: Tree, factor: float | Tensor, *, donate: bool = False) -> T
     if not isinstance(factor, Tensor) and factor == 1.0:
         return values
     given = local_leaves(values)
-    local = [x if x.dtype in _WIDE else x.to(wide(x.dtype)) for x in given]
+    local = [x if x.dtype in WIDE else x.to(wide(x.dtype)) for x in given]
     if donate:
         _compat.foreach_mul_(local, factor)
         return values if all(x is y for x, y in zip(given, local, strict=True)) else like(values, local)
     return like(values, _compat.foreach_mul(local, factor))
-
-
-_WIDE = {torch.float32, torch.float64}
 
 
 def next_count(count: Tensor, finite: Tensor | None) -> Tensor:
@@ -351,6 +362,7 @@ def like(values: Tree, local: Sequence[Tensor]) -> Tree:
     return tree.unflatten(spec, [like_leaf(x, new) for x, new in zip(leaves, local, strict=True)])
 
 
+WIDE = {torch.float32, torch.float64}  # dtypes that kernels take as they are
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -365,16 +377,6 @@ def writable_leaves(*trees: Tree) -> list[list[Tensor]] | None:
         columns.append(leaves)
     local = [[_compat.local_tensor(x) if isinstance(x, DTensor) else x for x in column] for column in columns]
     return None if any(any(map(_NEEDS_GRAD, column)) for column in local) else local
-
-
-def like_leaf(x: Tensor, local: Tensor) -> Tensor:
-    """Make a leaf of a local tensor: a DTensor with the same sharding if the leaf is one."""
-    return named_sharding.like(x, local) if isinstance(x, DTensor) else local
-
-
-def new_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return contiguous zeros in the shape of a local tensor: kernels write through flat views."""
-    return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 
 def clone(x: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from fsharding.base.tree import Tree
 from fsharding.comm.codes import largest_over
 from fsharding.comm.redistribute import in_buckets
 from fsharding.formats import codec
-from fsharding.optim.base import InitContext, UpdateContext, clone, like_leaf, new_zeros, refuse_other_shards
-from fsharding.optim.chunks import Chunk, ChunkedLeaf, chunk_size, local_leaf, overwrite
+from fsharding.optim.base import WIDE, InitContext, UpdateContext, clone, refuse_other_shards
+from fsharding.optim.chunks import Chunk, ChunkedLeaf, chunk_size, like_leaf, local_leaf, new_zeros, overwrite
 from fsharding.optim.coded_moment import CodedChunks, MomentType, carrier_of, carriers, coded_zeros, leaves_of
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.sharding import boxes, random
@@ -29,11 +29,8 @@ __all__ = [
     "step_key", "write_param", "zeros_of",
 ]  # fmt: skip
 
-_WIDE = {torch.float32, torch.float64}
-
 ROLES = ("mu", "nu", "xi", "pi")
 """Names of the first, second, ... moment: their stochastic rounding depends on these, key, step and index."""
-
 
 Kernel: TypeAlias = Callable[..., list[Tensor]]
 """`kernel(values, grads, *moments, step) -> values`, on lists of tensors of one dtype for each leaf, float32 at least.
@@ -97,17 +94,11 @@ class Part(NamedTuple):
     kind: Kind
 
 
-_CodedMoments: TypeAlias = dict[tuple[str, int], CodedChunks]
-"""Moments in low precision, by role and number of the leaf."""
+_CodedMoments: TypeAlias = dict[tuple[str, int], CodedChunks]  # by role and number of the leaf
 
 
-def change_chunks(
-    parts: Sequence[Part],
-    change: _Change,
-    *,
-    key: Callable[[], Tensor],
-    stochastic: bool = True,
-    finite: Tensor | None = None,
+def _change_chunks(
+    parts: Sequence[Part], change: _Change, key: Callable[[], Tensor], *, stochastic: bool, finite: Tensor | None
 ) -> None:
     """Change moments in place, some chunks at a time. Collective if a block is on several ranks."""
     # `change` gets chunks of one kind, their moments, which it overwrites, and whether this is a trial, in which it
@@ -264,7 +255,7 @@ def _run_on_chunks(
             elif x is not y:
                 write_param(x, y, context, of_leaves[i].leaf, chunk, key)
 
-    change_chunks(of_leaves, change, key=key, stochastic=context.rounding != "nearest", finite=step.finite)
+    _change_chunks(of_leaves, change, key, stochastic=context.rounding != "nearest", finite=step.finite)
 
 
 # ----------------------------------------------------------------------------------------------------- a rule on leaves
@@ -326,7 +317,7 @@ def run_rule(
 def _alike(columns: Sequence[Sequence[Any]]) -> bool:
     """Return whether a kernel takes all tensors as they are, in one call."""
     dtypes = {getattr(x, "dtype", None) for column in columns for x in column}
-    if len(dtypes) != 1 or not dtypes <= _WIDE or len({x.device for x in columns[0]}) != 1:
+    if len(dtypes) != 1 or not dtypes <= WIDE or len({x.device for x in columns[0]}) != 1:
         return False
     return all(all(map(Tensor.is_contiguous, column)) for column in columns)
 

@@ -1,4 +1,4 @@
-"""The chunks in which this rank's shard of a leaf is decoded, updated and rounded."""
+"""Tensors like a leaf, and the chunks in which this rank's shard of one is decoded, updated and rounded."""
 
 from __future__ import annotations
 
@@ -11,16 +11,27 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsharding.formats.philox import coarse_uniform_at, uniform_at
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box, Grid, Runs
+from fsharding.sharding.named_sharding import like
 
-__all__ = ["Chunk", "ChunkedLeaf", "chunk_size", "local_leaf", "overwrite"]
+__all__ = ["Chunk", "ChunkedLeaf", "chunk_size", "like_leaf", "local_leaf", "new_zeros", "overwrite"]
 
-_CHUNK = 1 << 16
-"""Elements that are widened at once on a CPU: few enough for a core's cache."""
+_CHUNK = 1 << 16  # elements that are widened at once on a CPU: few enough for a core's cache
+
+
+def like_leaf(x: Tensor, local: Tensor) -> Tensor:
+    """Make a leaf of a local tensor: a DTensor with the same sharding if the leaf is one."""
+    return like(x, local) if isinstance(x, DTensor) else local
+
+
+def new_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return contiguous zeros in the shape of a local tensor: kernels write through flat views."""
+    return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 
 def chunk_size(device: torch.device) -> int:

@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
 from fsharding.base.dtypes import wide
@@ -15,13 +14,13 @@ from fsharding.base.public import kind_of
 from fsharding.base.tree import Tree
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
-from fsharding.optim.chunks import Chunk, ChunkedLeaf, overwrite
+from fsharding.optim.chunks import Chunk, ChunkedLeaf, like_leaf, new_zeros, overwrite
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.optim.validation import check_dtype
 from fsharding.sharding import boxes
 from fsharding.sharding.block_scales import CodedMoment, has_codes, is_coded, plan_scales
 from fsharding.sharding.entries import state_leaves, state_structure
-from fsharding.sharding.named_sharding import NamedSharding, like, local_of
+from fsharding.sharding.named_sharding import NamedSharding, local_of
 
 __all__ = [
     "CodedChunks", "CodedMoment", "MomentType", "carrier_of", "carriers", "check_moment_type", "check_moments",
@@ -117,15 +116,13 @@ def coded_zeros(
     """Return a moment of zeros for a leaf of a full shape: in a format, or a tensor if the leaf is small."""
     local = local_of(x)
     if not has_codes(shape):
-        zeros = torch.zeros(local.shape, dtype=wide(x.dtype), device=local.device)
-        return like(x, zeros) if isinstance(x, DTensor) else zeros
+        return like_leaf(x, new_zeros(local, wide(x.dtype)))
     one = 0 if format.scale == "e8m0" else 1.0  # the scale of a block of zeros
     plan = None if sharding is None else plan_scales(sharding, shape, format)
     here = format.grid(shape) if plan is None else plan.sharding.local_shape(plan.shape)
     scales = torch.full(here, one, dtype=format.scale_dtype, device=local.device)
     scales = scales if plan is None else plan.sharding.to_dtensor(scales, plan.shape)
-    values = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-    return CodedMoment(like(x, values) if isinstance(x, DTensor) else values, scales, format, root)
+    return CodedMoment(like_leaf(x, new_zeros(local, torch.uint8)), scales, format, root)
 
 
 class CodedChunks:

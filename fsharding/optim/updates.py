@@ -80,8 +80,7 @@ def _apply(
     scale: float | Tensor,
 ) -> tuple[Tree, Tree]:
     """Run `apply_gradients` on leaves that are where the update is computed."""
-    finite = context.finite
-    donate = context.donate
+    finite, donate = context.finite, context.donate
     masks = finite is None or (transformation.apply is not None and transformation.masks)
     if not masks:
         # A transformation that does not mask may not overwrite values that `where_finite` may have to restore.
