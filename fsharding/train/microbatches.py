@@ -25,9 +25,8 @@ __all__ = ["local_batch", "split_batch", "uneven", "unsplit"]
 def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
     """Take this rank's part of a global batch.
 
-    The part has rows `[index * B / count, (index + 1) * B / count)` with `index, count = fs.data_rank_and_size(mesh)`,
-    so ranks along `tp` and `pp` have equal parts. Ranks along `cp` have different tokens of the same rows, as from
-    `fs.ops.cut_sequence`.
+    With `index, count = fs.data_rank_and_size(mesh)` it is the `index`-th of `count` blocks of rows. Ranks along `tp`
+    and `pp` have equal parts, ranks along `cp` different tokens of the same rows, as from `fs.ops.cut_sequence`.
 
     Args:
         batch: Tree of tensors `[B, ...]`, with `cp` `[B, T, ...]`, equal on every rank. Dataclasses and mappings, such
@@ -117,18 +116,20 @@ def _is_container(x: Any) -> bool:
 
 def _register(kind: Any) -> None:
     has_fields: bool = dataclasses.is_dataclass(kind)
-    names = tuple(x.name for x in dataclasses.fields(kind) if x.init) if has_fields else ()
-
-    def flat(x: Any) -> tuple[Any, ...]:
-        if has_fields:
-            return tuple(getattr(x, name) for name in names), None, names
-        return tuple(x.values()), tuple(x.keys()), tuple(map(str, x))
-
-    def made(keys: Any, children: Any) -> Any:
-        named = dict(zip(names if has_fields else keys, children, strict=True))
-        return kind(**named) if has_fields else kind(named)
-
-    tree.register_node(kind, flat, made, fields=has_fields)
+    names = tuple(x.name for x in dataclasses.fields(kind) if x.init) if has_fields else None
+    if names is None:
+        tree.register_node(
+            kind,
+            lambda x: (tuple(x.values()), tuple(x.keys()), tuple(map(str, x))),
+            lambda keys, children: kind(dict(zip(keys, children, strict=True))),
+        )
+        return
+    tree.register_node(
+        kind,
+        lambda x: (tuple(getattr(x, name) for name in names), None, names),
+        lambda _, children: kind(**dict(zip(names, children, strict=True))),
+        fields=True,
+    )
 
 
 def unsplit(

@@ -237,12 +237,12 @@ def refuse_changed(state: TrainState) -> None:
         for (path, x), before, after in zip(named, seal.versions, now, strict=True)
         if before != after
     ]
-    mend = "Make new ones on every rank, state = state.replace(params=fs.tree.map(f, state.params))."
+    mend = "Make new ones on every rank, state = state.replace(params=fs.tree.map(f, state.params))"
     if state.main is not None:
-        mend = mend[:-1] + "; main parameters are separate here, so change those: main = fs.tree.map(f, state.main),"
-        mend += " and params=fs.params_from_main(main, state.params, state.layout)."
+        mend += "; main parameters are separate here, so change those: main = fs.tree.map(f, state.main),"
+        mend += " and params=fs.params_from_main(main, state.params, state.layout)"
     rule = "got parameters that were changed in place since the state was made."
-    raise ArgumentError(message(rule, rows, mend))
+    raise ArgumentError(message(rule, rows, f"{mend}."))
 
 
 def refuse_unlike_replicas(state: TrainState) -> None:

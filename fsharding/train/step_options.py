@@ -31,8 +31,7 @@ class StepOptions(TypedDict, total=False):
         schedule: Pipeline schedule of a `Model`: a `Schedule`, or a name that is planned for the size of `pp` and
             `microbatches`. Default: "1f1b". Ignored on a mesh without `pp`.
         donate: Whether the step may overwrite its state, which then raises `DonatedError`. Default: False.
-        policy: Activations that blocks of a `Model` save; a loss function passes its own to `fs.scan_units`. Default:
-            `fs.policies.save_except_gathered`.
+        policy: What blocks of a `Model` save; a loss function passes it to `fs.scan_units`. Default: all but weights.
         has_aux: Whether the loss function returns aux last: `((sum, count), aux)` or `((sum, count), buffers, aux)`.
             Aux is any tree and is returned in the metrics. Default: False.
         check: When a loss or gradient that isn't finite raises. "sync": in the step, which reads one number
