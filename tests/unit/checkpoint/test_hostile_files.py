@@ -319,7 +319,7 @@ def test_nothing_waits_for_a_fifo(saved, tmp_path):
         file.unlink()
         os.mkfifo(file)
         for call in tried:
-            assert "plain file" in refusal(call), file
+            assert "isn't a plain file" in refusal(call), file
         if file.parent == saved:
             assert ck.inspect(saved).damaged
             assert ck.latest(saved.parent) is None
@@ -331,15 +331,15 @@ def test_nothing_waits_for_a_fifo(saved, tmp_path):
         open_data, str(fifo), batch_size=1, seq_len=2
     )
     os.mkfifo(tmp_path / "a.txt")
-    assert "plain file" in refusal(open_data, str(tmp_path / "a.txt"), batch_size=1, seq_len=2)
+    assert "isn't a plain file" in refusal(open_data, str(tmp_path / "a.txt"), batch_size=1, seq_len=2)
     (tmp_path / "b.bin").write_bytes(bytes(64))
     os.mkfifo(tmp_path / "b.bin.json")
-    assert "plain file" in refusal(open_data, str(tmp_path / "b.bin"), batch_size=1, seq_len=2, kind=DataError)
+    assert "isn't a plain file" in refusal(open_data, str(tmp_path / "b.bin"), batch_size=1, seq_len=2, kind=DataError)
     for read in (read_metrics, lambda path: plot_loss(path, tmp_path / "a.png")):
-        assert "plain file" in refusal(read, fifo, kind=ConfigError)
+        assert "isn't a plain file" in refusal(read, fifo, kind=ConfigError)
     (foreign := tmp_path / "foreign").mkdir()
     os.mkfifo(foreign / ".metadata")
-    assert "plain file" in refusal(fs.foreign.open_weights, foreign)
+    assert "isn't a plain file" in refusal(fs.foreign.open_weights, foreign)
     os.mkfifo(foreign / "metadata.json")
     assert "finds no checkpoint" in refusal(ck.load, foreign, planned())
 

@@ -124,7 +124,9 @@ def test_scan_units_takes_any_carry_inputs_and_auxes(policy):
 
 def test_inputs_of_another_length():
     text = refusal(lambda: fs.scan_units(lambda p, c, x: c, fs.stack_units(units()), 0, xs={"k": torch.zeros(2)}))
-    assert text.startswith("fs.scan_units needs leaves of length 3.\n  k: 2\nPass leaves [length, ...]")
+    assert text == (
+        "fs.scan_units needs leaves of length 3.\n  k: 2\nPass leaves [length, ...], one row for each iteration or layer."
+    )
 
 
 def test_no_units_leave_the_carry_as_it_is():
