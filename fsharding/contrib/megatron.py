@@ -40,6 +40,7 @@ from fsharding.contrib.megatron_names import (
     written_norms,
 )
 from fsharding.foreign.name_map import Piece, in_tensors
+from fsharding.interop.hf.comparison import unlike_decoders
 from fsharding.interop.hf.config_tables import decoder_config
 from fsharding.interop.hf.saving import shards_at_home, stored_params
 from fsharding.mesh.device_mesh import own_rank, world_size
@@ -442,7 +443,7 @@ def _plan(
     wanted = decoder(config).init(state.key)
     leaves = {*tree.paths(wanted)}
     rows += [f"{x}: only in the {'model' if x in leaves else 'state'}" for x in sorted(leaves ^ shapes.keys())]
-    rows += unlike_shapes(wanted, shapes)
+    rows += unlike_shapes(wanted, shapes) or unlike_decoders(config, state.layout.config, "the config")
     if rows:
         mend = "Pass the config that the state's model was made of."
         raise CheckpointError(message(f"cannot write {target}.", rows, mend))

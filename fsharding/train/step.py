@@ -199,7 +199,7 @@ def make_train_step(
     Raises:
         ArgumentError: `model` is neither a `Model` nor a function of two arguments, `opt` isn't a pair of functions,
             or the two are swapped.
-        ConfigError: An option is invalid, or `has_aux` is given with a `Model`.
+        ConfigError: An option is invalid, `has_aux` is given with a `Model`, or `policy` with a loss function.
 
     The step raises:
         ArgumentError: `state` or `batch` has a wrong type, or parameters were changed in place.
@@ -234,7 +234,7 @@ def new_step(model: Any, opt: Any, precision: Precision | None, settings: StepSe
         raise refuse("a model, then an optimizer", model, "Swap the two.")
     check_model(model, has_aux=settings.has_aux)
     check_optimizer(opt)
-    settings.refuse_wrong()
+    settings.refuse_wrong(of_model=hasattr(model, "block"))
     if precision is not None:
         check_precision(precision)
     return TrainStep(model, opt, precision, settings)

@@ -31,7 +31,7 @@ class StepOptions(TypedDict, total=False):
         schedule: Pipeline schedule of a `Model`: a `Schedule`, or a name that is planned for the size of `pp` and
             `microbatches`. Default: "1f1b". Ignored on a mesh without `pp`.
         donate: Whether the step may overwrite its state, which then raises `DonatedError`. Default: False.
-        policy: What blocks of a `Model` save; a loss function passes it to `fs.scan_units`. Default: all but weights.
+        policy: What blocks of a `Model` save; a loss function gives it to `fs.scan_units`. Default: all but weights.
         has_aux: Whether the loss function returns aux last: `((sum, count), aux)` or `((sum, count), buffers, aux)`.
             Aux is any tree and is returned in the metrics. Default: False.
         check: When a loss or gradient that isn't finite raises. "sync": in the step, which reads one number
@@ -71,11 +71,15 @@ class StepSettings:
     check: Check | None = None
     prefetch_depth: int = 1
 
-    def refuse_wrong(self) -> None:
+    def refuse_wrong(self, *, of_model: bool = True) -> None:
         """Refuse values that are wrong for every layout and batch."""
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
             raise ConfigError(message(f"got microbatches={self.microbatches!r}.", mend="Give a number from 1."))
         check_policy(self.policy)
+        if self.policy is not policies.save_except_gathered and not of_model:
+            mend = "Pass it to fs.scan_units, fs.gather_unit or fs.functionalize, where the loss gathers its units."
+            rule = f"got policy={self.policy.name!r} for a loss function, which has no blocks of its own."
+            raise ConfigError(message(rule, mend=mend))
         if self.check not in (None, "sync", "async"):
             mend = 'Give "sync" to raise in the step, "async" to raise in the next call, or None for the default.'
             raise ConfigError(message(f"got check={self.check!r}.", mend=mend))

@@ -16,7 +16,7 @@ from fsharding.base.errors import ConfigError
 from fsharding.interop.hf.config_tables import FAMILIES, IGNORED, ONLY, SIZES, config_of
 from fsharding.models.decoder import DecoderConfig
 
-__all__ = ["ModuleConfig", "config_of_module", "differences", "generation_of"]
+__all__ = ["ModuleConfig", "config_of_module", "differences", "generation_of", "unlike_decoders"]
 
 _ABSENT: Any = "nothing"
 _CALLED = {**SIZES, "tied": "tie_word_embeddings", "rope_base": "rope_theta", "eps": "rms_norm_eps"}
@@ -70,7 +70,13 @@ def _of_decoders(entries: Mapping[str, Any], config: DecoderConfig) -> list[str]
         theirs = config_of(entries)
     except ConfigError as error:
         return [row.strip() for row in str(error).splitlines()[1:-1]]
-    return _rows(dict(_computed(theirs)), dict(_computed(config)))
+    return unlike_decoders(theirs, config)
+
+
+def unlike_decoders(given: DecoderConfig, made_of: Any, where: str = "config.json") -> list[str]:
+    """List the fields in which two decoders compute something different; none unless a layout's config is known."""
+    ours = made_of if isinstance(made_of, DecoderConfig) else given
+    return _rows(dict(_computed(given)), dict(_computed(ours)), where)
 
 
 def _computed(config: DecoderConfig) -> Iterator[tuple[str, Any]]:
@@ -124,6 +130,6 @@ def _plain(entries: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(entries, default=str))
 
 
-def _rows(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def _rows(theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str = "config.json") -> list[str]:
     pairs = {name: (theirs.get(name, _ABSENT), ours.get(name, _ABSENT)) for name in [*theirs, *ours]}
-    return [f"{name} is {a} in config.json, and {b} in the layout's model" for name, (a, b) in pairs.items() if a != b]
+    return [f"{name} is {a} in {where}, and {b} in the layout's model" for name, (a, b) in pairs.items() if a != b]

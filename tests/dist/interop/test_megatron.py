@@ -122,6 +122,8 @@ def test_a_config_of_another_model_is_refused(tmp_path, format):
         (replace(config, vocab_size=32), "embed.table is [40, 16], and [32, 16] in the model"),
         (replace(config, qk_norm=not config.qk_norm), "blocks.q_norm: only in the "),
         (replace(config, tied=not config.tied), "head.unembed: only in the "),
+        (replace(config, rope_base=5.0), "rope_theta is 5.0 in the config, and 10000.0 in the layout's model"),
+        (replace(config, heads=2, kv_heads=1), "num_attention_heads is 2 in the config, and 4 in the layout's model"),
     ]
     for other, row in refused:
         with pytest.raises(CheckpointError) as caught:

@@ -259,6 +259,10 @@ def test_arguments_of_a_step_that_can_never_be_right():
         "Use one of fs.policies.save_except_gathered, fs.policies.nothing_saveable, fs.policies.dots_saveable, "
         "fs.policies.everything_saveable, fs.policies.offload, fs.policies.offload_inputs."
     )
+    assert of(policy=fs.policies.nothing_saveable) == (
+        "fs.make_train_step got policy='nothing_saveable' for a loss function, which has no blocks of its own.\n"
+        "Pass it to fs.scan_units, fs.gather_unit or fs.functionalize, where the loss gathers its units."
+    )
 
 
 @pytest.mark.parametrize(
