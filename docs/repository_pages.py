@@ -22,6 +22,7 @@ MAINTAINERS = {
     "checkpoint-format": "Checkpoint format",
     "facts": "Measured facts",
     "guarantees": "Tests of guarantees",
+    "errors": "Error messages that explain themselves",
     "what-works": "What works with what",
 }
 """Pages of contributing/ with their titles; a file without an entry fails the build."""

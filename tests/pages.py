@@ -33,6 +33,13 @@ def rows_of(page: str, *, section: str = "", without: str = "") -> dict[str, tup
     return rows
 
 
+def errors_of(**sections: str) -> dict[str, tuple[str, ...]]:
+    """The rows of all mistakes: those that readers look up, and those whose message is enough."""
+    pages = [rows_of(page, **sections) for page in ("reference/troubleshooting.md", "../contributing/errors.md")]
+    assert not pages[0].keys() & pages[1].keys()
+    return pages[0] | pages[1]
+
+
 def code_spans(cell: str) -> list[str]:
     """The pieces of code in a cell; `...` in one stands for anything."""
     return [part.strip() for span in re.findall(r"`([^`]+)`", cell) for part in span.split("...") if part.strip()]

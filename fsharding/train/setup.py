@@ -52,7 +52,7 @@ def setup(
 ) -> tuple[TrainState, TrainStep]:
     """Make the first state of a run and its train step: `plan_layout`, `init_state` and `make_train_step` in one call.
 
-    Collective over the ranks of the mesh. Parameters and optimizer state are float32 unless `precision` is given.
+    Collective over the ranks of the mesh. Parameters keep their dtypes unless `precision` is given.
 
     Args:
         init_or_model: Function `key -> tree` of `LazyTensor`s or tensors, a `Model`, the result of `functionalize`, or
@@ -64,7 +64,7 @@ def setup(
         mesh: Device mesh. Default: all ranks, along `dp`.
         rules: Map from dim names to mesh axes, see `AxisRules`.
         names: Tree of dim names, one tuple per leaf; a `Model` has its own.
-        precision: Dtypes of storage, compute and communication. Default: each leaf's dtype throughout.
+        precision: Dtypes of storage, compute and communication. Default: each leaf's dtype.
         frozen: Leaves to freeze, as dotted paths or path prefixes.
         stages: Owner of each leaf along `pp`, as in `plan_layout`. Default: for a `Model`, the stages of `schedule`.
         buffers: First values of `state.buffers`, as in `init_state`.

@@ -157,9 +157,9 @@ def value_and_grad(
         fn: Loss function. It receives the parameters as `Local` nodes; open them with `gather_unit` or `scan_units`.
         has_aux: Whether `fn` returns `(loss, aux)`; aux is returned unchanged.
         grads: Tree of `NamedSharding` for the gradients; None freezes a leaf. Default: the parameters' shardings. Axes
-            that are partial in it stay unreduced.
-        precision: Dtypes of compute, wire and gradients, and formats of weights. For rounded copies of main parameters,
-            pass `layout.in_flight(precision)`, so that they aren't rounded twice.
+            marked unreduced stay unreduced.
+        precision: Dtypes of compute, wire and gradients, and formats of weights. If parameters are stored
+            rounded already, pass `layout.in_flight(precision)`, which doesn't round them twice.
         mean: Whether to divide loss and gradients by the global count; otherwise they are sums.
         key: Key int64[2] for stochastic rounding: a new one each step, equal on all ranks.
         prefetch_depth: Number of units to gather ahead of the one that computes, in forward and backward. At most

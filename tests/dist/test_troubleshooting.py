@@ -1,4 +1,4 @@
-"""The rows of docs/reference/troubleshooting.md that take several ranks: what each rank says is on the page."""
+"""The rows of Troubleshooting and contributing/errors.md that take several ranks: what each rank says is there."""
 
 from datetime import timedelta
 
@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding.testing import RankPool
-from tests.pages import code_spans, rows_of, said
+from tests.pages import code_spans, errors_of, said
 
-ROWS = rows_of("reference/troubleshooting.md", section="Several ranks")
+ROWS = errors_of(section="Several ranks")
 
 
 def init(key):

@@ -1,4 +1,4 @@
-"""Each row of docs/reference/troubleshooting.md that one process can show: the mistake is made, and the words are compared.
+"""Each row of Troubleshooting and contributing/errors.md that one process can show: the mistake is made, the words compared.
 
 A row is (mistake, words of the message, edit). The words are in the message, and so is the edit, unless the row is in
 OWN_EDIT, where the message does not say what to type yet and the page does. tests/dist/test_troubleshooting.py has the
@@ -19,11 +19,11 @@ import fsharding as fs
 from fsharding.apps.cli.main import main
 from fsharding.checkpoint.manifest import text_of
 from tests.helpers import slow
-from tests.pages import code_spans, rows_of, said
+from tests.pages import code_spans, errors_of, said
 
 CONFIG = fs.models.DecoderConfig(vocab_size=8, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=8)
 DECODER = fs.models.decoder(CONFIG)
-ONE_PROCESS = rows_of("reference/troubleshooting.md", without="Several ranks")
+ONE_PROCESS = errors_of(without="Several ranks")
 
 
 def init(key):
