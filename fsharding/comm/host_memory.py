@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.tier import HOST, pinned
 from fsharding.comm.transfers import Transfer, Transfers
 
-__all__ = ["OnHost", "Parked", "is_kept", "keep_in_place"]
+__all__ = ["OnHost", "is_kept", "keep_in_place"]
 
 _ALIGN = 64  # tensors begin at multiples of this many bytes in host memory
 
@@ -57,24 +58,6 @@ class _Unit:
     is_sent: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Parked:
-    """A placeholder that autograd saves instead of a tensor; `take` returns the tensor."""
-
-    keeper: OnHost
-    unit: _Unit
-    storage: _Storage
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def take(self) -> Tensor:
-        """Return the tensor on the device; the current stream waits for it."""
-        self.keeper.reach(self.unit)
-        assert self.storage.here is not None
-        return self.storage.here.as_strided(self.size, self.stride, self.offset)
-
-
 class OnHost:
     """Host memory for the tensors that autograd saves, except `resident` ones; they are fetched one unit ahead."""
 
@@ -92,8 +75,8 @@ class OnHost:
         return frozenset(map(_compat.storage_id, self._values))
 
     # ---------------------------------------------------------------------------------------------------------- forward
-    def keep(self, x: Tensor) -> Tensor | Parked:
-        """Return what autograd saves for a tensor of the current unit: a `Parked`, or the tensor if it stays."""
+    def keep(self, x: Tensor) -> Tensor | Callable[[], Tensor]:
+        """Return what autograd saves for a tensor: itself if it stays, else a function that returns it in backward."""
         storage, size = _compat.storage_id(x), x.untyped_storage().nbytes()
         stays = size < _SMALLEST or size > _LARGEST_SHARE * x.nbytes or storage in self._resident
         if stays or x.device != self._device:
@@ -102,7 +85,8 @@ class OnHost:
         key = storage, _compat.version_of(x), x.dtype
         if key not in unit.storages:
             unit.storages[key] = _Storage(x.as_strided((size // x.element_size(),), (1,), 0))
-        return Parked(self, unit, unit.storages[key], x.size(), x.stride(), int(x.storage_offset()))
+        view = x.size(), x.stride(), int(x.storage_offset())
+        return functools.partial(self._back_on_device, unit, unit.storages[key], *view)
 
     def next_unit(self) -> None:
         """Note that forward has left a unit: copy it to the host, and free the one before."""
@@ -152,7 +136,13 @@ class OnHost:
             unit.back = None
 
     # --------------------------------------------------------------------------------------------------------- backward
-    def reach(self, unit: _Unit) -> None:
+    def _back_on_device(self, unit: _Unit, storage: _Storage, *view: Any) -> Tensor:
+        """Return a tensor of a unit on the device; the current stream waits for it."""
+        self._reach(unit)
+        assert storage.here is not None
+        return storage.here.as_strided(*view)
+
+    def _reach(self, unit: _Unit) -> None:
         """Note that backward needs a unit: free the later ones, wait for this one, start to fetch the one before."""
         if self._reached is unit:
             return

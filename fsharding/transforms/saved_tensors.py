@@ -5,18 +5,22 @@ So saved tensors never keep a unit's buffers alive, unless the policy keeps gath
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fsharding.base import _compat
-from fsharding.comm.host_memory import OnHost, Parked
+from fsharding.comm.host_memory import OnHost
 from fsharding.transforms.gathered_unit import GatheredUnit
 
-__all__ = ["SavedTensors", "SavedValues", "SavedView"]
+__all__ = ["SavedTensors"]
+
+# What autograd saves: a tensor that stays, or a function that returns it in backward.
+Saved: TypeAlias = Tensor | Callable[[], Tensor]
 
 
 class _Watched(NamedTuple):
@@ -28,32 +32,13 @@ class _Watched(NamedTuple):
     storage: _compat.WeakStorage
 
 
-class SavedView(NamedTuple):
-    """The place of a view of a gathered buffer, saved by autograd instead of the view."""
-
-    place: _Watched
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
 class _Values(NamedTuple):
     """Decoded values. The weak reference keeps the id of their storage from being reused."""
 
     decode: Callable[..., Tensor]
-    parts: tuple[Tensor | SavedView | SavedValues | Parked, ...]
+    parts: tuple[Saved, ...]
     dtype: torch.dtype
     storage: _compat.WeakStorage
-
-
-class SavedValues(NamedTuple):
-    """The origin of a view of decoded values, saved by autograd instead of the view."""
-
-    values: _Values
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
 
 
 class SavedTensors:
@@ -102,35 +87,34 @@ class SavedTensors:
         kept = tuple(self.pack(part.detach()) for part in parts)
         self._values[_compat.storage_id(x)] = _Values(decode, kept, x.dtype, _compat.weak_storage(x))
 
-    def pack(self, x: Tensor) -> Tensor | SavedView | SavedValues | Parked:
+    def pack(self, x: Tensor) -> Saved:
         """Replace a view of a gathered buffer or of decoded values by its place; keep other tensors."""
         storage = _compat.storage_id(x)
         values = self._values.get(storage)
         if values is not None and not values.storage.expired() and x.dtype == values.dtype:
-            return SavedValues(values, int(x.storage_offset()), x.size(), x.stride())
+            return functools.partial(self._decoded, values, *_view(x))
         known = self._watched.get(storage)
         if known is None or known.unit.kept:
             # Detached: a node that saves its result with its history would keep itself alive until its backward runs.
             x = x if x.grad_fn is None else x.detach()
             return x if self._keeper is None else self._keeper.keep(x)
         known.unit.note_view(known.bucket)
-        return SavedView(known, x.dtype, int(x.storage_offset()), x.size(), x.stride())
+        return functools.partial(self._gathered, known, x.dtype, *_view(x))
 
-    def unpack(self, saved: Tensor | SavedView | SavedValues | Parked) -> Tensor:
-        """Return the saved tensor; if it is a view of a unit's buffer, the unit is gathered again if needed."""
-        if isinstance(saved, Tensor):
-            return saved
-        if isinstance(saved, Parked):
-            return saved.take()
-        if isinstance(saved, SavedValues):
-            full = saved.values.decode(*(self.unpack(part) for part in saved.values.parts))
-            return full.as_strided(saved.size, saved.stride, saved.offset)
-        unit, bucket, number, _ = saved.place
-        self._bring(unit)
-        buffer = unit.buffers[bucket][number]
-        if buffer.dtype != saved.dtype:  # a part of a buffer of bytes
-            buffer = buffer[: buffer.nbytes // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
-        return buffer.as_strided(saved.size, saved.stride, saved.offset)
+    def unpack(self, saved: Saved) -> Tensor:
+        """Return the saved tensor."""
+        return saved if isinstance(saved, Tensor) else saved()
+
+    def _decoded(self, values: _Values, *view: Any) -> Tensor:
+        return values.decode(*map(self.unpack, values.parts)).as_strided(*view)
+
+    def _gathered(self, place: _Watched, dtype: torch.dtype, *view: Any) -> Tensor:
+        """Return a view of a unit's buffer; the unit is gathered again if needed."""
+        self._bring(place.unit)
+        buffer = place.unit.buffers[place.bucket][place.buffer]
+        if buffer.dtype != dtype:  # a part of a buffer of bytes
+            buffer = buffer[: buffer.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        return buffer.as_strided(*view)
 
     def forget_freed(self) -> None:
         """Forget decoded values that are freed."""
@@ -144,3 +128,8 @@ class SavedTensors:
             self._away.close()
         self._away = self._keeper = self._on_host = None
         self._bring = lambda _: None  # no unit is gathered any more
+
+
+def _view(x: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    """Return the arguments of `Tensor.as_strided` that make this view of its storage."""
+    return x.size(), x.stride(), int(x.storage_offset())
