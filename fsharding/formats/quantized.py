@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, overrides
@@ -30,16 +30,9 @@ __all__ = ["Columnwise", "Quantized", "Weight", "dequantize", "noting_numbers", 
 Note: TypeAlias = Callable[[Tensor, Callable[..., Tensor], Sequence[Tensor]], None]
 
 
-class Columnwise(Protocol):
-    """How backward gets a weight in blocks along its other dim, rounded from the same main parameters."""
-
-    def want(self) -> None:
-        """Announce in forward that backward will use the weight."""
-
-    def gathered(self) -> Quantized:
-        """Gather the weight in backward; collective over the axes that shard it."""
-        ...
-
+# Announces in forward that backward will use a weight in blocks along its other dim, rounded from the same main
+# parameters. The function that it returns gathers them in backward: collective over the axes that shard the weight.
+Columnwise: TypeAlias = Callable[[], Callable[[], "Quantized"]]
 
 _note: ContextVar[Note | None] = ContextVar("fsharding_note_numbers", default=None)
 

@@ -102,13 +102,12 @@ class _QuantizedProduct(Function):
         ctx.kernel = kernel
         ctx.dim = dim
         ctx.static = (weight.format, weight.columns, weight.dtype, weight.block)
-        ctx.columnwise = weight.columnwise if _takes_columns(x, weight, dim) else None
-        if ctx.columnwise is None:
+        ctx.columns = None
+        if weight.columnwise is None or not _takes_columns(x, weight, dim):
             ctx.save_for_backward(x, values, scales, outer, carrier if values is None else None)
         else:
             ctx.save_for_backward(x, None, None, None, None)
-            if ctx.needs_input_grad[0]:
-                ctx.columnwise.want()
+            ctx.columns = weight.columnwise() if ctx.needs_input_grad[0] else None
         if kernel is None:
             return multiply(x, numbers_of(weight), dim)
         matrix = _matrix_of(weight)
@@ -131,8 +130,8 @@ def _towards_x(
 ) -> Tensor:
     """Return the gradient of the activations of a `_QuantizedProduct`, from what it has saved."""
     format, columns, dtype, block = ctx.static
-    if ctx.columnwise is not None:
-        return _by_columns(grad, ctx.columnwise.gathered(), format, ctx.kernel)
+    if ctx.columns is not None:
+        return _by_columns(grad, ctx.columns(), format, ctx.kernel)
     weight = Quantized(values, scales, format, dtype, block, columns, outer, carrier)
     if ctx.dim and not ctx.kernel.transposes:
         return grad.mm(dequantize(weight))

@@ -13,7 +13,7 @@ which overlaps with the computation after it, and `wait` ends one:
 
 Autograd drives backward: `_GatherUnit` is the node of a unit in the graph, and its backward is `>reduce`. The gradient
 of a large leaf is copied into its bucket before that, as soon as it is complete, so that its memory is free while the
-rest of the unit's backward runs. If autograd saves a view of a gathered buffer, a `SavedView` replaces it; the first
+rest of the unit's backward runs. If autograd saves a view of a gathered buffer, its place replaces it; the first
 one that backward unpacks gathers the unit again. A product with a weight of `Precision.columnwise` saves no view: its
 backward uses `unit.columns`, a second gather of that weight in blocks along its other dim, which is prefetched and
 released with the unit.
@@ -104,27 +104,6 @@ class _Deferred(NamedTuple):
 
     units: list[tuple[GatheredUnit, Sequence[Tensor | None]]]
     terms: dict[int, list[tuple[_Sink, torch.dtype, Kernel]]]
-
-
-@dataclass(frozen=True, eq=False)
-class _Columnwise:
-    """A weight of a unit in blocks along its other dim: number `leaf` of `unit.columns`."""
-
-    context: GatherContext
-    unit: GatheredUnit
-    leaf: int
-
-    def want(self) -> None:
-        """See `Columnwise`."""
-        assert self.unit.columns is not None
-        self.unit.columns.saved_views += 1
-
-    def gathered(self) -> Any:
-        """See `Columnwise`."""
-        columns = self.unit.columns
-        assert columns is not None
-        self.context.bring(self.unit, columns)
-        return columns.full[self.leaf]
 
 
 class GatherContext:
@@ -247,7 +226,7 @@ class GatherContext:
         for i in (i for b in unit.plan.reductions for i in b.leaves) if self.defers else large:
             nodes[i] = self._watched(unit, i, nodes[i], large.get(i))
         again = unit.plan.again[0] if unit.plan.again is not None else ()
-        second = {i: _Columnwise(self, unit, number) for number, i in enumerate(again)}
+        second = {i: functools.partial(self._columns, unit, number) for number, i in enumerate(again)}
         seen = [
             node if isinstance(x, Tensor) else x.carried_by(node, second.get(i))
             for i, (x, node) in enumerate(zip(full, nodes, strict=True))
@@ -255,6 +234,18 @@ class GatherContext:
         for i, of_node in unit.plan.seen:
             seen[i] = of_node(nodes[i])
         return seen
+
+    def _columns(self, unit: GatheredUnit, leaf: int) -> Callable[[], Any]:
+        """See `Columnwise`; the leaf is that of `unit.columns`."""
+        columns = unit.columns
+        assert columns is not None
+        columns.saved_views += 1
+
+        def gathered() -> Any:
+            self.bring(unit, columns)
+            return columns.full[leaf]
+
+        return gathered
 
     def _watched(self, unit: GatheredUnit, leaf: int, full: Tensor, large: LargeLeaf | None) -> Tensor:
         """Pass a leaf through a node that has a sink for its gradient."""
