@@ -65,33 +65,6 @@ class UnitWire(NamedTuple):
     seen: Callable[[Tensor], WholeLeaf] | None = None
 
 
-class LeafWires:
-    """The wires of the leaves of a tree. This class casts each leaf to the compute dtype."""
-
-    def noting(self, note: Note) -> AbstractContextManager[None]:
-        """Call `note` for everything that is dequantized inside the `with` block, so that autograd may save less."""
-        return nullcontext()
-
-    def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
-        """Return the wires of a leaf of a unit, given its full shape."""
-        return UnitWire(Plain(dtype))
-
-    def noise(
-        self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device, *, of_term: bool
-    ) -> Tensor:
-        """Draw the numbers for stochastic rounding of a shard of a leaf, or of a partial gradient if `of_term`."""
-        raise AssertionError("no leaf has a format with stochastic rounding")
-
-
-def wires_of(
-    precision: Precision, leaves: Iterable[TreeLeaf], key: Tensor | None, mesh: Mesh | None, microbatch: int
-) -> LeafWires:
-    """Return the wires of a tree for one call; `key`, for stochastic rounding, differs in every step."""
-    if not precision.has_formats:
-        return LeafWires()
-    return _FormatWires(precision, [*leaves], key, _key_of_terms(key, mesh, microbatch))
-
-
 class _OfNumbers(NamedTuple):
     """The view of a leaf that was quantized at rest: its values, which products quantize again."""
 
@@ -103,19 +76,24 @@ class _OfNumbers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _FormatWires(LeafWires):
-    """The wires of a precision with low-precision formats."""
+class LeafWires:
+    """The wires of the leaves of a tree for one call."""
 
-    precision: Precision  # it has `gather`, or a format in `reduce`
-    leaves: Sequence[TreeLeaf]
+    precision: Precision
+    leaves: Sequence[TreeLeaf]  # empty, like both keys, for a precision without formats
     key: Tensor | None  # for stochastic rounding of weights: equal on all ranks, which round the same values
     term_key: Tensor | None  # for partial gradients: different for each data rank and microbatch
 
     def noting(self, note: Note) -> AbstractContextManager[None]:
+        """Call `note` for everything that is dequantized inside the `with` block, so that autograd may save less."""
         return noting_numbers(note) if self.precision.computes_quantized else nullcontext()
 
     def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
-        precision, leaf, ndim = self.precision, self.leaves[index.leaf], len(shape)
+        """Return the wires of a leaf of a unit, given its full shape and the dtype in which it is used."""
+        precision = self.precision
+        if not precision.has_formats:
+            return UnitWire(Plain(dtype))
+        leaf, ndim = self.leaves[index.leaf], len(shape)
         path = leaf.path
         if index.row is not None and leaf.first + index.row in precision.kept_rows(path, leaf.layers):
             return UnitWire(Plain(dtype))
@@ -133,6 +111,7 @@ class _FormatWires(LeafWires):
     def noise(
         self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device, *, of_term: bool
     ) -> Tensor:
+        """Draw the numbers for stochastic rounding of a shard of a leaf, or of a partial gradient if `of_term`."""
         key = self.term_key if of_term else self.key
         if of_term and key is None:
             rule = f"needs a key to round partial gradients of {self.leaves[index.leaf].path} stochastically."
@@ -143,6 +122,15 @@ class _FormatWires(LeafWires):
             return rounding_noise(key, leaf.path, shape, ranges, device)
         row = leaf.first + index.row
         return rounding_noise(key, leaf.path, (leaf.layers, *shape), [((row, row + 1),), *ranges], device)[0]
+
+
+def wires_of(
+    precision: Precision, leaves: Iterable[TreeLeaf], key: Tensor | None, mesh: Mesh | None, microbatch: int
+) -> LeafWires:
+    """Return the wires of a tree for one call; `key`, for stochastic rounding, differs in every step."""
+    if not precision.has_formats:
+        return LeafWires(precision, (), None, None)
+    return LeafWires(precision, [*leaves], key, _key_of_terms(key, mesh, microbatch))
 
 
 def _key_of_terms(key: Tensor | None, mesh: Mesh | None, microbatch: int) -> Tensor | None:
