@@ -37,18 +37,6 @@ class PieceGrid(NamedTuple):
     steps: tuple[int, ...]  # distance along that dim between the shards of neighbors along each axis
     length: int  # size of each shard along that dim
 
-    @property
-    def follows(self) -> bool:
-        """Whether the shards of neighboring members are adjacent, in rows and in the leaf."""
-        members = 1
-        indices = self.length
-        for count, stride, step in reversed([*zip(self.counts, self.strides, self.steps, strict=True)]):
-            if count > 1 and (stride, step) != (members, indices):
-                return False
-            members = members * count
-            indices = indices * count
-        return True
-
 
 @dataclass(frozen=True)
 class Slot:

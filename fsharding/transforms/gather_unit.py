@@ -189,8 +189,8 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
         others = tuple(axis for axis in unreduced(nodes[g.leaves[0]].sharding).partial if axis not in g.move.axes)
         row = collectives.pvary(row, others, mesh=plan.mesh) if others else row
         rows = collectives.all_gather(row, g.move.axes, dim=0, mesh=plan.mesh).view(bucket.members, bucket.width)
-        for i, slot in zip(g.leaves, bucket.slots, strict=True):
-            result[i] = _joined(rows, slot)
+        for i, slot, part in zip(g.leaves, bucket.slots, rows.split(widths, 1), strict=True):
+            result[i] = _joined(part, slot)
     return result
 
 
@@ -205,19 +205,13 @@ def _note_plain(nodes: Sequence[Local]) -> None:
 
 
 def _joined(rows: Tensor, slot: Slot) -> Tensor:
-    """Return the full leaf in gathered rows [members, width], by differentiable functions."""
-    if slot.grids and all(grid.follows for grid in slot.grids):
-        parts: list[Tensor] = []
-        for grid in slot.grids:
-            members = math.prod(grid.counts)
-            piece = slot.piece_shape(grid.first)
-            part = rows[grid.first : grid.first + members, slot.offset : slot.offset + math.prod(piece)]
-            joined = part.reshape(members, slot.sizes[0], grid.length, slot.sizes[2]).movedim(0, 1)
-            parts.append(joined.reshape(*piece[: slot.dim], members * grid.length, *piece[slot.dim + 1 :]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, slot.dim)
-    # If several axes shard a leaf unevenly, shards of equal length aren't neighbors: take them one by one.
-    shapes = [slot.piece_shape(member) for member in range(math.prod(slot.axis_sizes))]
-    pieces = [rows[i, slot.offset : slot.offset + math.prod(shape)].reshape(shape) for i, shape in enumerate(shapes)]
+    """Return the full leaf in rows of its shards, [members, elements of the longest], by differentiable functions."""
+    shapes = [slot.piece_shape(member) for member in range(len(rows))]
+    if len({*shapes}) == 1:
+        part = rows.reshape(len(rows), slot.sizes[0], shapes[0][slot.dim], slot.sizes[2])
+        return part.movedim(0, 1).reshape(slot.shape)
+    # Members follow one another along the dim, also if several axes shard it; shorter shards are padded in their rows.
+    pieces = [row[: math.prod(shape)].reshape(shape) for row, shape in zip(rows.unbind(0), shapes, strict=True)]
     return torch.cat(pieces, slot.dim)
 
 

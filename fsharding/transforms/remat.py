@@ -312,9 +312,9 @@ class _Again(Function):
         chosen = tuple(i for i, x in enumerate(inputs) if x.is_floating_point() and ctx.needs_input_grad[1 + i])
         used = tuple(i for i, g in enumerate(grads) if g is not None and ctx.floats[i])
         given = cast("list[Tensor]", [grads[i] for i in used])
-        pull = _pull(ctx.call, len(inputs), chosen, used)
         if not used:
             return (None,) * (1 + len(inputs))
+        pull = _derivative(ctx.call, len(inputs), chosen, used, forward=False)
         result = dict(zip(chosen, _again(pull, _functorch.without_own_graph([*inputs, *given])), strict=True))
         return None, *(result.get(i) for i in range(len(inputs)))
 
@@ -324,7 +324,7 @@ class _Again(Function):
         chosen = tuple(i for i, t in enumerate(tangents[1:]) if t is not None and inputs[i].is_floating_point())
         given = [tangents[1 + i] for i in chosen]
         results = tuple(i for i, is_float in enumerate(ctx.floats) if is_float)
-        push = _push(ctx.call, len(inputs), chosen, results)
+        push = _derivative(ctx.call, len(inputs), chosen, results, forward=True)
         result = dict(zip(results, _again(push, [*inputs, *given]), strict=True))
         return tuple(result.get(i) for i in range(len(ctx.floats)))
 
@@ -334,39 +334,26 @@ class _Again(Function):
         return out, (0,) * len(out)
 
 
-def _of_chosen(call: _Call, inputs: Sequence[Tensor], chosen: Sequence[int], results: Sequence[int]) -> _Call:
-    """Make a function of the chosen inputs to some results; other inputs are constants."""
-
-    def run(*values: Tensor) -> tuple[Tensor, ...]:
-        filled = list(inputs)
-        for i, value in zip(chosen, values, strict=True):
-            filled[i] = value
-        out = call(*filled)
-        return tuple(out[i] for i in results)
-
-    return run
-
-
-def _pull(call: _Call, count: int, chosen: tuple[int, ...], results: tuple[int, ...]) -> _Call:
-    """Make a function of inputs and gradients of some results to gradients of the chosen inputs."""
+def _derivative(call: _Call, count: int, chosen: tuple[int, ...], results: tuple[int, ...], *, forward: bool) -> _Call:
+    """Make a function of inputs, and tangents of the chosen ones or gradients of some results, to the other."""
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         inputs = values[:count]
-        back = torch.func.vjp(_of_chosen(call, inputs, chosen, results), *(inputs[i] for i in chosen))[1]
+
+        def part(*given: Tensor) -> tuple[Tensor, ...]:
+            filled = list(inputs)  # inputs that aren't chosen are constants
+            for i, value in zip(chosen, given, strict=True):
+                filled[i] = value
+            out = call(*filled)
+            return tuple(out[i] for i in results)
+
+        at = tuple(inputs[i] for i in chosen)
+        if forward:
+            return torch.func.jvp(part, at, values[count:])[1]
+        back = torch.func.vjp(part, *at)[1]
         # Keep a graph only if this is differentiated: by reverse mode, or by forward mode, because some torch formulas
         # have a forward derivative only in their differentiable form.
         keep = torch.is_grad_enabled() or _functorch.in_jvp()
         return back(values[count:], retain_graph=keep, create_graph=keep)
-
-    return run
-
-
-def _push(call: _Call, count: int, chosen: tuple[int, ...], results: tuple[int, ...]) -> _Call:
-    """Make a function of inputs and tangents of the chosen ones to tangents of some results."""
-
-    def run(*values: Tensor) -> tuple[Tensor, ...]:
-        inputs = values[:count]
-        part = _of_chosen(call, inputs, chosen, results)
-        return torch.func.jvp(part, tuple(inputs[i] for i in chosen), values[count:])[1]
 
     return run
