@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -253,6 +254,24 @@ def _width(widths: Mapping[str, int], names: Iterable[str]) -> int:
     return sum(widths[name] + _BORDER for name in names) + 1
 
 
+@contextmanager
+def _taken_blocks() -> Generator[list[tuple[int, int]]]:
+    """Record (ns since the epoch, bytes in use here or by readers) whenever a block of shared memory comes into use."""
+    # Blocks freed meanwhile show at the next record.
+    log = list[tuple[int, int]]()
+
+    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            result = call(*args)
+            log.append((time.time_ns(), sum(block.used for block in segments.blocks() if block.in_use())))
+            return result
+
+        return run
+
+    with patch.multiple(segments, take=noting(segments.take), use=noting(segments.use)):
+        yield log
+
+
 def allocated(run: Callable[[], object]) -> tuple[int, int]:
     """Run a function; return the bytes that it left allocated, and the most bytes at once."""
     if devices.device_count():
@@ -265,7 +284,7 @@ def allocated(run: Callable[[], object]) -> tuple[int, int]:
     # On the CPU the profiler reports allocations. Shared memory, which no allocator sees, counts for the peak alone.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with (
-        segments.watched() as taken,
+        _taken_blocks() as taken,
         torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile,
     ):
         run()

@@ -234,12 +234,10 @@ def plan_move(
     shapes: Sequence[tuple[int, ...]],
     wire: Wire,
     dtype: torch.dtype,
-    *,
-    large: bool = False,
 ) -> Move:
     """Plan a move of one or more leaves by one wire; their steps may differ in dims only."""
     leaves = tuple(steps_of(*leaf) for leaf in zip(sources, targets, shapes, strict=True))
-    return Move(sources[0].mesh, leaves, (wire,) * len(leaves), dtype, large)
+    return Move(sources[0].mesh, leaves, (wire,) * len(leaves), dtype)
 
 
 class Filling:

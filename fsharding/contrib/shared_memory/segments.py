@@ -10,8 +10,6 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Generator
-from contextlib import contextmanager
 from multiprocessing import util
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -23,8 +21,7 @@ from fsharding.base import _compat
 from fsharding.mesh.shutdown import state_of
 
 __all__ = [
-    "HEAD", "Block", "Mapping", "Note", "allocated_bytes", "block_of", "map_block", "reserve", "size_of", "take", "use",
-    "watched",
+    "HEAD", "Block", "Mapping", "Note", "block_of", "blocks", "map_block", "reserve", "size_of", "take", "use",
 ]  # fmt: skip
 
 HEAD = 4096
@@ -98,7 +95,6 @@ class _Arena:
     def __init__(self) -> None:
         self.blocks: dict[int, Block] = {}
         self._sized: dict[int, list[Block]] = {}
-        self._log: list[tuple[int, int]] | None = None
 
     def find(self, size: int) -> Block:
         sized = self._sized.setdefault(size, [])
@@ -109,10 +105,6 @@ class _Arena:
             self.blocks[_compat.storage_id(block.mapping.data)] = block
         return block
 
-    def note_use(self) -> None:
-        if self._log is not None:
-            self._log.append((time.time_ns(), sum(b.used for b in self.blocks.values() if b.in_use())))
-
     def drain(self) -> None:
         """Wait for readers at exit: they open blocks through the process that created them."""
         until = time.monotonic() + _DRAIN_S
@@ -122,15 +114,6 @@ class _Arena:
             if all(state_of(Path(f"/proc/{pid}")) in "ZX" for pid in readers):
                 return
             time.sleep(1e-3)
-
-    @contextmanager
-    def watched(self) -> Generator[list[tuple[int, int]]]:
-        log = list[tuple[int, int]]()
-        self._log = log
-        try:
-            yield log
-        finally:
-            self._log = None
 
 
 @functools.lru_cache(maxsize=1)
@@ -156,7 +139,6 @@ def take(nbytes: int) -> Tensor:
     block = _arena().find(size_of(nbytes))
     result = block.mapping.data[:nbytes]
     block.used = nbytes
-    _arena().note_use()
     return result
 
 
@@ -173,7 +155,6 @@ def use(block: Block, nbytes: int, readers: dict[int, int]) -> None:
     block.owner = None
     block.readers = readers
     block.used = nbytes
-    _arena().note_use()
 
 
 def block_of(buffer: Tensor) -> Block:
@@ -195,14 +176,6 @@ def map_block(pid: int, fd: int, inode: int, size: int) -> Mapping:
         os.close(own)
 
 
-def allocated_bytes() -> int:
-    """Return the bytes of all blocks of this process, in use or not: an upper bound of their memory."""
-    return sum(block.size for block in _arena().blocks.values())
-
-
-@contextmanager
-def watched() -> Generator[list[tuple[int, int]]]:
-    """Record (ns since the epoch, bytes in use here or by readers) whenever a block comes into use."""
-    # Blocks freed meanwhile show at the next record.
-    with _arena().watched() as log:
-        yield log
+def blocks() -> list[Block]:
+    """Return all blocks of this process, in use or not."""
+    return [*_arena().blocks.values()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ from fsharding.contrib.shared_memory.pipes import MemberError, Pipes
 from fsharding.mesh.device_mesh import Group
 from fsharding.mesh.failures import UnlikeSizes, among
 
-__all__ = ["Joint", "Posted", "SharedMemory", "can_share"]
+__all__ = ["Joint", "Posted", "SharedMemory"]
 
 _TAG = 1 << 20
 """Tag of handshakes; no other message has it."""
@@ -107,22 +107,8 @@ _known: WeakValueDictionary[tuple[int, ...], _Members] = WeakValueDictionary()
 """By their ranks."""
 
 
-def can_share(group: Group, *, asked: bool = False) -> Offer:
-    """Return whether all members are processes of one machine that can map each other's memory."""
-    # Collective over the group the first time.
-    assert group.process_group is not None
-    channels = _channels.setdefault(group.process_group, {})
-    key = group.ranks, asked
-    if key not in channels:
-        channels[key] = _handshake(group, asked=asked)
-    result = channels[key]
-    if isinstance(result, str):
-        return Offer(False, result)
-    return Offer(True, "its ranks are processes of one machine")
-
-
 def _channel(group: Group) -> _Channel:
-    """Return the channel of a group for which `can_share` is true."""
+    """Return the channel of a group to which `SharedMemory` was offered."""
     assert group.process_group is not None
     channel = _channels[group.process_group][group.ranks, group.transport == "shared_memory"]
     assert isinstance(channel, _Channel)
@@ -155,9 +141,10 @@ def _handshake(group: Group, *, asked: bool) -> _Channel | str:
 def _connect(group: Group, pids: tuple[int, ...]) -> _Members | None:
     """Write this member's name into a block and open pipes; every member must reach all of them."""
     own = segments.take(8)
-    pipes = _pipes(group)
+    pipes: Pipes | None = None
     record = [-1] * (4 + group.size)
-    if pipes is not None:
+    with suppress(OSError):  # this process may open no more files
+        pipes = Pipes(group.size, group.index, len(_NOWHERE) + 1)
         block = segments.block_of(own)
         own.view(torch.int64).fill_(os.getpid())
         record = [time.time_ns(), block.fd, block.inode, block.size, *pipes.write_ends]
@@ -174,14 +161,6 @@ def _connect(group: Group, pids: tuple[int, ...]) -> _Members | None:
     if pipes is not None:
         pipes.close_write_ends()
     return members if all(answer for (answer,) in answers) else None
-
-
-def _pipes(group: Group) -> Pipes | None:
-    """Create pipes; None if this process may open no more files."""
-    try:
-        return Pipes(group.size, group.index, len(_NOWHERE) + 1)
-    except OSError:
-        return None
 
 
 def _numbers(own: Sequence[int], group: Group) -> list[list[int]]:
@@ -352,14 +331,22 @@ def _acknowledge(pid: int, head: memoryview[int], slot: int, number: int) -> Non
 
 # ------------------------------------------------------------------------------------------------------- the transport
 class SharedMemory(Pairwise):
-    """A group for which `can_share` is true; see `Native`. Messages and uneven rows go over gloo."""
+    """A group within one machine; see `Native`. Messages and uneven rows go over gloo."""
 
     name = "shared_memory"
 
     @classmethod
     def offer(cls, group: Group, *, asked: bool) -> Offer:
-        """See `Native.offer`."""
-        return can_share(group, asked=asked)
+        """See `Native.offer`: all members must be processes of one machine that can map each other's memory."""
+        assert group.process_group is not None
+        channels = _channels.setdefault(group.process_group, {})
+        key = group.ranks, asked
+        if key not in channels:
+            channels[key] = _handshake(group, asked=asked)
+        result = channels[key]
+        return (
+            Offer(False, result) if isinstance(result, str) else Offer(True, "its ranks are processes of one machine")
+        )
 
     def all_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
