@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,9 @@ from fsharding.formats.precision import KEEP, Precision
 from fsharding.mesh.failures import world_size
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
-from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import LeafType
 
-__all__ = ["Coding", "Rule"]
+__all__ = ["Coding"]
 
 _PLAIN = ("*embed*", "lm_head*", "*router*", "*.mlp.gate.weight", "*.block_sparse_moe.gate.weight")
 """Tensors that no reader expects to be quantized: lookup tables and routers."""
@@ -36,12 +35,16 @@ _BUCKET = 4 << 20
 """How many block maxima are all-reduced at once."""
 
 
-class Rule:
-    """Decides which leaves are quantized."""
+class Coding:
+    """Block maxima of all quantized tensors of a save, and the values and scales computed with them."""
 
-    def __init__(self, format: Blocks, layout: Layout | None) -> None:
+    def __init__(self, format: Blocks, keep: tuple[str, ...] = KEEP) -> None:
+        """Start without tensors; leaves in `keep` aren't quantized."""
         self.format = format
-        self._precision = Precision(gather=format, keep=KEEP if layout is None else layout.precision.keep)
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of the quantized tensors
+        self._precision = Precision(gather=format, keep=keep)
+        self._block = "x".join(map(str, format.block))
+        self._amaxes: dict[str, Tensor] = {}
 
     def takes(self, path: str, shape: tuple[int, ...], piece: Piece) -> bool:
         """Whether a piece of a leaf is quantized."""
@@ -51,15 +54,10 @@ class Rule:
             return False
         return not piece.lead or piece.box[0][0] not in self._precision.kept_rows(path, shape[0])
 
-
-class Coding:
-    """Block maxima of all quantized tensors of a save, and the values and scales computed with them."""
-
-    def __init__(self, format: Blocks, tensors: Mapping[str, tuple[int, ...]]) -> None:
-        """Start with maxima of 0."""
-        self.format, self.tensors = format, dict(tensors)
-        self._block = "x".join(map(str, format.block))
-        self._amaxes = {name: torch.zeros(format.grid(shape)) for name, shape in tensors.items()}
+    def add(self, name: str, shape: tuple[int, ...]) -> None:
+        """Add a tensor, with maxima of 0."""
+        self.shapes[name] = shape
+        self._amaxes[name] = torch.zeros(self.format.grid(shape))
 
     def infos(self) -> dict[str, LeafType]:
         """Types of the scale tensors, by name."""
@@ -68,10 +66,10 @@ class Coding:
     def measure(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
         """Update the block maxima with this rank's boxes: tensor names, boxes, and values."""
         for name, box, x in parts:
-            if name not in self.tensors:
+            if name not in self.shapes:
                 continue
             # In windows, since values are copied to float32. Box and window may end inside a block: merge with max.
-            shape = self.tensors[name]
+            shape = self.shapes[name]
             for piece in pieces(box, torch.float32.itemsize):
                 values = x[boxes.relative(piece, box)]
                 found = codec.amaxes(values, self.format.sizes(shape), _start(piece))
@@ -82,7 +80,7 @@ class Coding:
         """All-reduce (max) the block maxima over all ranks. Collective, if there is a process group."""
         if not dist.is_initialized():
             return
-        for names in in_buckets(list(self.tensors), lambda name: self._amaxes[name].numel(), _BUCKET):
+        for names in in_buckets(list(self.shapes), lambda name: self._amaxes[name].numel(), _BUCKET):
             flat = torch.cat([self._amaxes[name].reshape(-1) for name in names]).to(device)
             flat = largest_of_ranks(flat, range(world_size()), None)
             sizes = [self._amaxes[name].numel() for name in names]
@@ -101,7 +99,7 @@ class Coding:
         # returns wrong values for such tensors, or raises. Readers that use `weight_block_size` are right.
         rows = [
             f"{name} is {list(shape)}"
-            for name, shape in self.tensors.items()
+            for name, shape in self.shapes.items()
             if any(n > block and n % block for n, block in zip(shape[-2:], self.format.sizes(shape), strict=False))
         ]
         if rows:
@@ -119,12 +117,12 @@ class Coding:
     def codes(self, name: str, box: Box, x: Tensor) -> Tensor:
         """Quantize a box of a tensor to float8, on the device of the values."""
         scales = Scales(codec.scales_of(self._touched(name, box), self.format).blocks.to(x.device))
-        block = self.format.sizes(self.tensors[name])
+        block = self.format.sizes(self.shapes[name])
         return codec.encode(x, scales, self.format, block=block, start=_start(box)).view(self.format.dtype)
 
     def _touched(self, name: str, box: Box) -> Tensor:
         """View the maxima of the blocks that a box of a tensor touches."""
-        touched = touched_by(box, self.tensors[name], self.format)
+        touched = touched_by(box, self.shapes[name], self.format)
         return self._amaxes[name][tuple(slice(*ends) for ends in touched)]
 
 

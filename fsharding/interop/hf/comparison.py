@@ -108,7 +108,8 @@ def _of_modules(entries: Mapping[str, Any], config: ModuleConfig) -> list[str]:
         return [f"{config.kind.__name__} cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
     kept = [key for key in {**ours, **theirs} if not _HARMLESS.fullmatch(key)]
     kept = [key for key in kept if key in ours or not _is_unread(key, theirs[key])]
-    return _rows(*(dict(_flat({key: of[key] for key in kept if key in of})) for of in (theirs, ours)))
+    read, own = ({key: of[key] for key in kept if key in of} for of in (theirs, ours))
+    return _rows(dict(_flat(read)), dict(_flat(own)))
 
 
 def _is_unread(name: str, value: Any) -> bool:

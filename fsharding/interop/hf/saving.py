@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain, product
 from pathlib import Path
@@ -28,16 +28,17 @@ from fsharding.base.errors import CheckpointError, message
 from fsharding.base.public import check_path, public
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
-from fsharding.checkpoint.byte_ranges import pieces
+from fsharding.checkpoint.byte_ranges import memory, pieces
 from fsharding.checkpoint.collective_call import agreed, on_all, write_together
-from fsharding.checkpoint.directory import StrPath, new_target, partial_of, partial_output, place, sync
+from fsharding.checkpoint.directory import StrPath, new_file, new_target, partial_of, partial_output, place
 from fsharding.checkpoint.state_leaves import StateLeaf, objections, own_boxes
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.foreign.name_map import Piece, in_tensors, written_constants
 from fsharding.foreign.safetensors_files import INDEX, SAFETENSORS, TensorFile, index_text, tensor_files
 from fsharding.formats import Blocks
-from fsharding.interop.hf.coding import Coding, Rule
+from fsharding.formats.precision import KEEP
+from fsharding.interop.hf.coding import Coding
 from fsharding.interop.hf.comparison import differences, generation_of
 from fsharding.interop.hf.config_tables import GENERATION, config_json, config_of, decoder_config
 from fsharding.interop.hf.naming import Names, names_of, pieces_by_leaf, pieces_of, untiled
@@ -50,7 +51,7 @@ from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_names import RESERVED
 from fsharding.sharding.leaf_plan import LeafLayout
-from fsharding.sharding.named_sharding import LeafType, NamedSharding, hides_owners, local_of, sharding_of
+from fsharding.sharding.named_sharding import LeafType, hides_owners, home_of, local_of
 from fsharding.train.buffers import Buffers
 from fsharding.train.state import TrainState, main_of
 from fsharding.train.state_check import check_state
@@ -143,7 +144,7 @@ def save(
     group = own_group(timeout, "export")
 
     def plan() -> tuple[_Job, str]:
-        job = _plan(_source(path, params, config, layout, names), dtype, format, max_file_bytes)
+        job = _plan(path, params, config, layout, names, dtype, format, max_file_bytes)
         if own_rank() == 0 and job.coding is not None:
             job.coding.warn_of_edges()
         return job, job.digest()
@@ -156,51 +157,8 @@ def save(
         if rows := coding.not_finite():
             mend = "Save an earlier state, or omit format=."
             raise CheckpointError(message(f"cannot write {job.target} in {format}.", rows, mend))
-    write_together(job.target, job.begin, job.write, lambda _: job.commit(), group)
+    write_together(job.target, job.begin, job.write, lambda _: place(job.target), group)
     return Saved(job.target, len(job.tensors), {file.name: file.size for file in job.files})
-
-
-# ---------------------------------------------------------------------------------------------------------- the source
-@dataclass(frozen=True)
-class _Source:
-    """The arguments of a save, resolved."""
-
-    target: Path  # the new directory
-    there: list[str]  # a row if the path exists
-    params: Tree
-    layout: Layout | None
-    buffers: Buffers
-    names: Names
-    wanted: Tree  # lazy leaves of the config's decoder, if it has the default names
-    entries: Mapping[str, Any]  # of `config.json`
-    generation: Mapping[str, Any] | None  # of `generation_config.json`, if there is one
-
-
-def _source(
-    path: StrPath,
-    params: Tree | TrainState,
-    config: DecoderConfig | Mapping[str, Any],
-    layout: Layout | None,
-    names: Names | None,
-) -> _Source:
-    """Resolve parameters, config and names, and check that the config is the model's."""
-    target, there = new_target(path)
-    buffers: Buffers = {}
-    if isinstance(params, TrainState):
-        layout, params, buffers = params.layout, stored_params(params), params.buffers
-    config = config if isinstance(config, Mapping) else decoder_config(config)
-    entries = config_json(config) if isinstance(config, DecoderConfig) else config
-    made_of = None if layout is None else layout.config
-    if contrary := differences(entries, made_of):
-        mend = "Pass the config that the layout's model was made of."
-        rule = f"cannot write {target}: the config and the model of the layout compute different things."
-        raise CheckpointError(message(rule, contrary, mend))
-    wanted = None
-    if names is None:
-        meant = config if isinstance(config, DecoderConfig) else config_of(entries)
-        names, wanted = names_of(meant), decoder(meant).init(random.key(0))
-    generation = generation_of(config) or generation_of(made_of)
-    return _Source(target, there, params, layout, buffers, names, wanted, entries, generation)
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -209,7 +167,7 @@ class _Job:
     """A save that all ranks have agreed on, and this rank's part of it."""
 
     target: Path  # the new directory
-    entries: dict[str, Mapping[str, Any]]  # of `config.json` and `generation_config.json`, by file name
+    texts: dict[str, bytes]  # contents of the JSON files, by name
     tensors: dict[str, LeafType]  # shape and dtype by name
     files: list[TensorFile]
     leaves: dict[str, StateLeaf]  # this rank's shards, by path
@@ -218,7 +176,7 @@ class _Job:
 
     def digest(self) -> str:
         """Hash everything that must be equal on all ranks."""
-        facts = str(self.target), self.entries, self.tensors, [(file.name, file.offsets) for file in self.files]
+        facts = str(self.target), self.texts, self.tensors, [(file.name, file.offsets) for file in self.files]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @contextlib.contextmanager
@@ -226,13 +184,12 @@ class _Job:
         """Create the files in their full size, with headers. Runs on one rank."""
         with partial_output(self.target) as partial:
             for file in self.files:
-                with (partial / file.name).open("xb") as stream:
+                with new_file(partial / file.name) as stream:
                     stream.write(file.header)
                     stream.truncate(file.size)
-            if len(self.files) > 1:
-                (partial / INDEX).write_bytes(index_text(self.files))
-            for name, entries in self.entries.items():
-                (partial / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+            for name, text in self.texts.items():  # synced, as the tensors are: `place` syncs only the directory
+                with new_file(partial / name) as stream:
+                    stream.write(text)
             yield
 
     def write(self) -> None:
@@ -245,7 +202,7 @@ class _Job:
                 if name not in opened:
                     opened[name] = os.open(partial_of(self.target) / name, os.O_WRONLY | os.O_CLOEXEC)
                     stack.callback(os.close, opened[name])
-                coding = self.coding if self.coding is not None and tensor in self.coding.tensors else None
+                coding = self.coding if self.coding is not None and tensor in self.coding.shapes else None
                 values = None if coding is None else functools.partial(coding.codes, tensor)
                 _write_box(opened[name], offset, self.tensors[tensor], box, x, values)
             for handle in opened.values():
@@ -260,26 +217,18 @@ class _Job:
     def _own_scales(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Yield the scales that this rank writes; tensors are dealt to ranks in turn."""
         if self.coding is not None:
-            for name in [*self.coding.tensors][own_rank() :: world_size()]:
+            for name in [*self.coding.shapes][own_rank() :: world_size()]:
                 scales = self.coding.scales(name)
                 yield name + SCALES, boxes.full(tuple(scales.shape)), scales
-
-    def commit(self) -> None:
-        """Sync the files and rename the directory. Runs on one rank."""
-        partial = partial_of(self.target)
-        for name in os.listdir(partial):
-            sync(partial / name)
-        place(self.target)
 
 
 class _Tensors:
     """Collects the tensors of a directory leaf by leaf, and in `rows` the problems."""
 
-    def __init__(self, dtype: torch.dtype | None, rule: Rule | None) -> None:
-        self._dtype, self._rule = dtype, rule
+    def __init__(self, dtype: torch.dtype | None, coding: Coding | None) -> None:
+        self._dtype, self._coding = dtype, coding
         self.types: dict[str, LeafType] = {}
         self.pieces: dict[str, list[Piece]] = {}  # of each tensor that leaves are in
-        self.coded: dict[str, tuple[int, ...]] = {}  # shapes of the quantized tensors
         self.rows: list[str] = []
 
     def add_leaf(self, path: str, leaf: StateLeaf, pieces: Sequence[Piece]) -> None:
@@ -289,8 +238,9 @@ class _Tensors:
         self._check(path, dtype)
         for piece in pieces:
             own = dtype
-            if self._rule is not None and dtype.is_floating_point and self._rule.takes(path, leaf.shape, piece):
-                own, self.coded[piece.name] = self._rule.format.dtype, piece.shape
+            if self._coding is not None and dtype.is_floating_point and self._coding.takes(path, leaf.shape, piece):
+                own = self._coding.format.dtype
+                self._coding.add(piece.name, piece.shape)
             if piece.name == RESERVED:
                 self.rows.append(f"{path}: {RESERVED} is reserved by the safetensors format")
             if (other := self.types.setdefault(piece.name, LeafType(piece.shape, own)).dtype) != own:
@@ -306,44 +256,55 @@ class _Tensors:
     def _check(self, name: str, dtype: torch.dtype) -> None:
         self.rows += [] if dtype in SAFETENSORS.values() else [f"{name}: safetensors has no {dtype}"]
 
-    def describe(self, entries: Mapping[str, Any], coding: Coding | None) -> dict[str, Any]:
+    def describe(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Add the entries for the dtype and the quantization of the files to those of `config.json`."""
         result = {key: value for key, value in entries.items() if key not in ("torch_dtype", CONFIG_KEY)}
-        plain = [name for name in self.pieces if name not in self.coded]
+        plain = [name for name in self.pieces if self._coding is None or name not in self._coding.shapes]
         dtypes = {str(self.types[name].dtype).removeprefix("torch.") for name in plain}
         result |= {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}
-        if coding is not None:
+        if self._coding is not None:
             modules = [name.removesuffix(".weight") for name in plain if len(self.types[name].shape) > 1]
-            result[CONFIG_KEY] = config_of_blocks(coding.format, sorted(modules, key=_natural))
+            result[CONFIG_KEY] = config_of_blocks(self._coding.format, sorted(modules, key=_natural))
         return result
 
 
-def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max_file_bytes: int) -> _Job:
+def _plan(
+    path: StrPath,
+    params: Tree | TrainState,
+    config: DecoderConfig | Mapping[str, Any],
+    layout: Layout | None,
+    names: Names | None,
+    dtype: torch.dtype | None,
+    format: Blocks | None,
+    max_file_bytes: int,
+) -> _Job:
     """Check everything, and plan this rank's writes."""
-    if format is not None and (why := why_not(format)):
-        mend = "Pass rectangular blocks of e4m3 with float32 scales, such as format=fs.formats.E4M3_128x128"
-        rule = f"got a format that {why}, which these files do not support."
-        raise CheckpointError(message(rule, mend=f"{mend}, or only dtype=."))
     # Collect rows from all checks, so that one error lists every problem; nothing has been written yet.
-    target, layout = source.target, source.layout
-    rows = [*source.there]
+    target, rows = new_target(path)
+    buffers: Buffers = {}
+    if isinstance(params, TrainState):
+        layout, params, buffers = params.layout, stored_params(params), params.buffers
+    entries, generation = _described(target, config, layout)
+    wanted = None
+    if names is None:
+        meant = config_of(entries) if isinstance(config, Mapping) else decoder_config(config)
+        names, wanted = names_of(meant), decoder(meant).init(random.key(0))
+    coding = None if format is None else _coding(format, layout)
     homes = {} if layout is None else {leaf.path: leaf for leaf in layout.leaves}
-    named = tree.named_leaves(source.params)
+    named = tree.named_leaves(params)
     leaves = {path: shards_at_home(path, x, homes.get(path), rows) for path, x in named.items()}
     shapes = {path: x.shape for path, x in leaves.items()}
-    rows += unlike_shapes(source.wanted, shapes)
-    pieces, misfits = pieces_by_leaf(source.names, shapes, layout)
-    rule = None if format is None else Rule(format, layout)
-    tensors = _Tensors(dtype, rule)
+    rows += unlike_shapes(wanted, shapes)
+    pieces, misfits = pieces_by_leaf(names, shapes, layout)
+    tensors = _Tensors(dtype, coding)
     for path, own in pieces.items():
         tensors.add_leaf(path, leaves[path], own)
-    constants, missing = written_constants(source.names, source.buffers)
+    constants, missing = written_constants(names, buffers)
     for name, buffer in constants.items():
         tensors.add(name, LeafType(tuple(buffer.shape), buffer.dtype), "both a leaf and a buffer of the module")
         leaves[name] = StateLeaf(tuple(buffer.shape), None, buffer)
         pieces[name] = list(pieces_of(name, buffer.shape))
     # After all leaves: a quantized tensor may have pieces in several leaves, and has one tensor of scales.
-    coding = None if rule is None else Coding(rule.format, tensors.coded)
     for name, info in ({} if coding is None else coding.infos()).items():
         tensors.add(name, info, "both a leaf and the scales of a different one")
     rows += [*misfits, *tensors.rows, *(f"{row}: pass the full state" for row in missing), *untiled(tensors.pieces)]
@@ -351,9 +312,34 @@ def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max
         mend = "Pass the tree of models.decoder(config), or the tensors of each leaf: names={ours: theirs}."
         raise CheckpointError(message(f"cannot write {target}.", rows, mend))
     types = {name: tensors.types[name] for name in sorted(tensors.types, key=_natural)}
-    written: dict[str, Mapping[str, Any]] = {"config.json": tensors.describe(source.entries, coding)}
-    written |= {} if source.generation is None else {GENERATION: source.generation}
-    return _Job(target, written, types, tensor_files(types, max_file_bytes), leaves, pieces, coding)
+    files = tensor_files(types, max_file_bytes)
+    described = {"config.json": tensors.describe(entries)} | ({} if generation is None else {GENERATION: generation})
+    texts = {name: (json.dumps(values, indent=2) + "\n").encode() for name, values in described.items()}
+    texts |= {INDEX: index_text(files)} if len(files) > 1 else {}
+    return _Job(target, texts, types, files, leaves, pieces, coding)
+
+
+def _described(
+    target: Path, config: DecoderConfig | Mapping[str, Any], layout: Layout | None
+) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Return the entries of `config.json` and `generation_config.json`; refuse a config that isn't the layout's."""
+    config = config if isinstance(config, Mapping) else decoder_config(config)
+    entries = config_json(config) if isinstance(config, DecoderConfig) else config
+    made_of = None if layout is None else layout.config
+    if contrary := differences(entries, made_of):
+        mend = "Pass the config that the layout's model was made of."
+        rule = f"cannot write {target}: the config and the model of the layout compute different things."
+        raise CheckpointError(message(rule, contrary, mend))
+    return entries, generation_of(config) or generation_of(made_of)
+
+
+def _coding(format: Blocks, layout: Layout | None) -> Coding:
+    """Start the quantization of a save, or refuse a format that these files don't support."""
+    if why := why_not(format):
+        mend = "Pass rectangular blocks of e4m3 with float32 scales, such as format=fs.formats.E4M3_128x128"
+        rule = f"got a format that {why}, which these files do not support."
+        raise CheckpointError(message(rule, mend=f"{mend}, or only dtype=."))
+    return Coding(format, KEEP if layout is None else layout.precision.keep)
 
 
 def stored_params(state: TrainState) -> Tree:
@@ -368,22 +354,14 @@ def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) 
     """Take this rank's part of a leaf; add a row if it can't be saved."""
     if not isinstance(x, DTensor):
         return StateLeaf(tuple(x.shape), None, x.detach())
-    leaf = StateLeaf(tuple(x.shape), sharding_of(x), local_of(x))
+    leaf = StateLeaf(tuple(x.shape), home_of(x), local_of(x))
     if hides_owners(x):
         if home is None:
             rows.append(f"{path} is assigned to stages or parts: pass layout=")
             return leaf
-        sharding = home.home if _is_in(x, home.home, home.shape) else home.params
-        leaf = StateLeaf(home.shape, sharding, leaf.local)
+        leaf = replace(leaf, shape=home.shape)  # the DTensor has the shape of this slice of the mesh
     rows += objections({path: leaf})
     return leaf
-
-
-def _is_in(x: DTensor, sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether an assigned DTensor has a sharding; it is compared on the slice of the mesh that owns the leaf."""
-    result = sharding_of(x)
-    alike = all(result.axes(dim) == sharding.axes(dim) for dim in range(x.ndim))
-    return alike and sharding.shape_at_rest(shape) == tuple(x.shape)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -401,24 +379,15 @@ def _write_box(
     for piece in pieces(box, size if values is None else torch.float32.itemsize):
         window = x[boxes.relative(piece, box)]
         window = window if values is None else values(piece, window)
-        flat = window.to("cpu", tensor.dtype).contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().data
-        # The box is a set of stretches of the tensor: iterate over the outer dims, and write a stretch for each index.
+        data = memory(window.to("cpu", tensor.dtype).contiguous())
+        # The box is a set of stretches of the tensor, each of which begins at the last dim that the box has in part.
         sizes = boxes.shape_of(piece)
-        outer = _outer_dims(sizes, tensor.shape)
+        outer = max((dim for dim, n in enumerate(sizes) if n < tensor.shape[dim]), default=0)
         length = math.prod(sizes[outer:]) * size
         for number, index in enumerate(product(*(range(*ends) for ends in piece[:outer]))):
             first = (*index, *(begin for begin, _ in piece[outer:]))
             at = start + sum(i * step for i, step in zip(first, strides, strict=True)) * size
             _put(handle, data[number * length : (number + 1) * length], at)
-
-
-def _outer_dims(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Count the leading dims to iterate over, so that the rest of the box is contiguous in the tensor."""
-    inner = len(shape)
-    while inner and sizes[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    return max(inner - 1, 0)
 
 
 def _put(handle: int, data: memoryview, at: int) -> None:

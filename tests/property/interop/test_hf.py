@@ -93,7 +93,8 @@ def test_codes_of_boxes_are_those_of_the_whole_and_read_in_boxes_are_its_numbers
     format = formats.Blocks(formats.E4M3, block)
     scales = codec.scales_of(codec.amaxes(x, block), format)
     whole = codec.encode(x, scales, format)
-    coding = Coding(format, {"w": shape})
+    coding = Coding(format)
+    coding.add("w", shape)
     parts = [("w", box, x[tuple(slice(a, b) for a, b in box)]) for box in tiles]
     coding.measure(parts)
     coding.exchange(torch.device("cpu"))
@@ -114,7 +115,8 @@ def test_codes_of_boxes_are_those_of_the_whole_and_read_in_boxes_are_its_numbers
         numbers("w", box, out := torch.empty(boxes.shape_of(box)))
         assert torch.equal(out, wanted[tuple(slice(a, b) for a, b in box)])
     # Rounding what has been rounded moves nothing, also not the scales.
-    again = Coding(format, {"w": shape})
+    again = Coding(format)
+    again.add("w", shape)
     again.measure([("w", boxes.full(shape), wanted)])
     assert torch.equal(again.scales("w"), scales.blocks)
     assert torch.equal(again.codes("w", boxes.full(shape), wanted).view(torch.uint8), whole)
