@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,11 +32,12 @@ from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import LeafType
 
-__all__ = ["Weights", "not_cast", "open_file", "open_weights", "table_of", "weights_at"]
+__all__ = [
+    "Refusal", "Weights", "as_numbers", "not_cast", "open_index", "open_part", "open_weights", "table_of", "weights_at",
+]  # fmt: skip
 
 _FUNCTION = "fs.foreign.open_weights"
 _WRAPPERS = ("module.", "_orig_mod.")
-_NONE: dict[str, str] = {}
 _ORDERED = "collections.OrderedDict"
 # Limits of the values in a file: their nesting, and their number beyond one per byte of the pickle.
 _DEPTH, _FREE_VALUES = 100, 10_000
@@ -96,7 +96,7 @@ class Weights:
             # Users may call this method too, outside of any public function.
             caller = public_name()
             caller = _FUNCTION if caller == "fsharding" else caller
-            raise call_as(caller, _Refusal(f"{name}: {error}").worded, self.path) from error
+            raise call_as(caller, Refusal(f"{name}: {error}").worded, self.path) from error
 
 
 def not_cast(stored: LeafType, dtype: torch.dtype) -> str:
@@ -145,14 +145,14 @@ def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
     try:
         where = _where(path)
         if not where.exists():
-            raise _Refusal("there is no such file or directory")
+            raise Refusal("there is no such file or directory")
         result = _directory(where) if where.is_dir() else open_file(where)
     except CheckpointError:
         raise
-    except _Refusal as refused:
+    except Refusal as refused:
         raise refused.worded(where, mend) from refused
     except (OSError, ValueError) as error:
-        raise _Refusal(getattr(error, "strerror", None) or str(error)).worded(where) from error
+        raise Refusal(getattr(error, "strerror", None) or str(error)).worded(where) from error
     leaves = {name.removeprefix(prefix): leaf for name, leaf in result.leaves.items() if name.startswith(prefix)}
     unread = {name.removeprefix(prefix): why for name, why in result.unread.items() if name.startswith(prefix)}
     reader = result.reader
@@ -169,7 +169,7 @@ def _where(path: StrPath) -> Path:
     return given if given.is_symlink() and tree != given.parent and real.is_relative_to(tree) else real
 
 
-class _Refusal(ValueError):
+class Refusal(ValueError):
     """A reason not to read a file, with a fix and a path if the default ones don't fit."""
 
     def __init__(self, *rows: str, mend: str = "", where: Path | None = None) -> None:
@@ -193,16 +193,16 @@ def _directory(folder: Path) -> Weights:
     indices = [name for name in names if name.endswith(".index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
     if len(indices) == 1:
-        return _as_numbers(_indexed(folder / indices[0]), folder)
+        return as_numbers(open_index(folder / indices[0]), folder)
     if not indices and (shards := _sharded(folder, files, "safetensors")) is not None:
-        return _as_numbers(shards, folder)
+        return as_numbers(shards, folder)
     if not indices and len(files) == 1:
-        return _as_numbers(open_file(beside(folder, files[0])), folder)
+        return as_numbers(open_file(beside(folder, files[0])), folder)
     what = f"the indices {listed(indices)}" if indices else f"{len(files)} .safetensors files and no index"
-    raise _Refusal(f"it has no {METADATA}, and {what}")
+    raise Refusal(f"it has no {METADATA}, and {what}")
 
 
-def _as_numbers(weights: Weights, folder: Path) -> Weights:
+def as_numbers(weights: Weights, folder: Path) -> Weights:
     """Dequantize the weights of a directory, if its `config.json` names a format."""
     try:
         blocks = coded_weights.blocks_in(folder)
@@ -210,7 +210,7 @@ def _as_numbers(weights: Weights, folder: Path) -> Weights:
             return weights
         leaves, reader = coded_weights.decoded(weights.leaves, weights.reader, blocks)
     except ValueError as error:
-        raise _Refusal(*str(error).splitlines(), mend=coded_weights.MEND, where=folder) from error
+        raise Refusal(*str(error).splitlines(), mend=coded_weights.MEND, where=folder) from error
     return replace(weights, leaves=leaves, reader=reader)
 
 
@@ -222,14 +222,15 @@ def open_file(file: Path) -> Weights:
         case "zip":
             return _torch(real)
         case "safetensors":
-            return _safetensors(real)
+            header = _header(real)
+            return _of_ranges(real, "safetensors", header.tensors, header.unread)
         case "index":
-            return _indexed(file)
+            return open_index(file)
         case "pickle":
             mend = "Load it with torch.load(weights_only=True) and torch.save it again."
-            raise _Refusal("it is in torch's format before 1.6, or a plain pickle", mend=mend)
+            raise Refusal("it is in torch's format before 1.6, or a plain pickle", mend=mend)
         case _:
-            raise _Refusal("its first bytes match no supported format")
+            raise Refusal("its first bytes match no supported format")
 
 
 def _kind_of(file: Path) -> str:
@@ -253,34 +254,41 @@ def table_of(index: Path) -> dict[str, str]:
     return table
 
 
-def _indexed(index: Path) -> Weights:
-    """Open several files by the JSON index of their tensors."""
+def open_index(index: Path) -> Weights:
+    """Open several files by the JSON index of their tensors; one error lists every file that can't be read."""
     table = table_of(index)
-    folder = index.parent
-    names = [*{str(name): name for name in table.values()}.values()]
-    if rows := [f"{name}: {why}" for name in names if (why := _leads_out(folder, name))]:
-        mend = "Put every file next to the index; links may only point inside the same model of a Hub cache."
-        raise _Refusal(*rows, mend=mend, where=index)
     # Open every file before the first read, so that a missing or damaged one raises here.
-    parts = {name: _part(beside(folder, name), name) for name in names}
-    unread = {leaf: parts[name].unread[leaf] for leaf, name in table.items() if leaf in parts[name].unread}
-    kept = {leaf: name for leaf, name in table.items() if leaf not in unread}
-    if lost := [f"{leaf} is not in {name}" for leaf, name in kept.items() if leaf not in parts[name].leaves]:
-        raise _Refusal(*lost, mend="Download the files again: they do not belong to this index.", where=index)
-    leaves = {leaf: parts[name].leaves[leaf] for leaf, name in kept.items()}
+    parts: dict[str, Weights] = {}
+    refusals: list[Refusal] = []
+    for text, name in sorted({str(name): name for name in table.values()}.items()):
+        try:
+            parts[text] = open_part(index.parent, name, index)
+        except Refusal as refused:
+            refusals.append(refused)
+    opened = {leaf: parts[str(name)] for leaf, name in table.items() if str(name) in parts}
+    unread = {leaf: part.unread[leaf] for leaf, part in opened.items() if leaf in part.unread}
+    leaves = {leaf: part.leaves[leaf] for leaf, part in opened.items() if leaf in part.leaves}
+    known = leaves.keys() | unread.keys()
+    if lost := [f"{leaf} is not in {table[leaf]}, unlike the index" for leaf in opened if leaf not in known]:
+        mend = "Download the files again: they do not belong to this index."
+        refusals.append(Refusal(*lost, mend=mend, where=index))
+    if refusals:
+        rows = [row for refused in refusals for row in refused.rows]
+        raise Refusal(*rows, mend=refusals[0].mend, where=refusals[0].where)
     kinds = "+".join(sorted({part.format for part in parts.values()}))
-    return Weights(folder, kinds, leaves, (), lambda leaf, *part: parts[table[leaf]].reader(leaf, *part), unread)
+    return Weights(index.parent, kinds, leaves, (), lambda leaf, *part: opened[leaf].reader(leaf, *part), unread)
 
 
-def _part(file: Path, name: str) -> Weights:
-    """Open one of several files, with its name in errors."""
+def open_part(folder: Path, name: Any, index: Path | None = None) -> Weights:
+    """Open a file of a directory, with its name in errors."""
+    if why := _leads_out(folder, name):
+        mend = "Put every file next to the index; links may only point inside the same model of a Hub cache."
+        raise Refusal(f"{name}: {why}", mend=mend, where=index)
     try:
-        return open_file(file)
-    except _Refusal as refused:
-        rows = [f"{name}: {row}" for row in refused.rows]
-        raise _Refusal(*rows, mend=refused.mend, where=refused.where) from refused
-    except ValueError as error:
-        raise _Refusal(f"{name}: {error}") from error
+        return open_file(beside(folder, name))
+    except (OSError, ValueError) as error:  # a `Refusal` of one file has one row
+        text = getattr(error, "strerror", None) or error
+        raise Refusal(f"{name}: {text}", mend=getattr(error, "mend", "")) from error
 
 
 def _leads_out(folder: Path, name: object) -> str | None:
@@ -288,19 +296,16 @@ def _leads_out(folder: Path, name: object) -> str | None:
     if not is_plain_name(name):
         return "isn't a plain file name"
     try:
-        real = beside(folder, str(name))
+        return "is an index itself" if _kind_of(beside(folder, str(name))) == "index" else None
     except FileNotFoundError:
         return "is missing"
     except (OSError, ValueError) as error:
         return str(error).removeprefix("it ")
-    if not stat.S_ISREG(os.lstat(real).st_mode):
-        return "isn't a plain file"
-    return "is an index itself" if _kind_of(real) == "index" else None
 
 
 # ---------------------------------------------------------------------------------------------------------- the formats
 def _of_ranges(
-    file: Path, kind: str, ranges: Mapping[str, Range], others: Sequence[str] = (), unread: Mapping[str, str] = _NONE
+    file: Path, kind: str, ranges: Mapping[str, Range], unread: Mapping[str, str], others: Sequence[str] = ()
 ) -> Weights:
     """Return weights of which each tensor is one range of a file."""
     leaves = {name: LeafType(where.shape, where.dtype) for name, where in ranges.items()}
@@ -316,17 +321,12 @@ def _copy(file: Path, source: Range, out: Tensor) -> None:
         copy_range(source, out, functools.partial(pread, stream.fileno()))
 
 
-def _safetensors(file: Path) -> Weights:
-    header = _header(file)
-    return _of_ranges(file, "safetensors", header.tensors, unread=header.unread)
-
-
 def _header(file: Path) -> Header:
     try:
         with open_plain(file) as stream:
             return header_of(stream)
     except EOFError as error:
-        raise _Refusal(str(error), mend="It is truncated: download it again.") from error
+        raise Refusal(str(error), mend="It is truncated: download it again.") from error
 
 
 def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
@@ -353,7 +353,7 @@ def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
     }
     rows = [row for leaf, parts in found.items() if (row := _not_whole(leaf, shapes[leaf], parts))]
     if rows:
-        raise _Refusal(*rows, mend="Get all shards of one save, from every rank.", where=folder)
+        raise Refusal(*rows, mend="Get all shards of one save, from every rank.", where=folder)
 
     def read(leaf: str, box: Box, out: Tensor) -> None:
         for (file, where), there, here in shared(box, found[leaf].items()):
@@ -431,7 +431,7 @@ def _torch(file: Path) -> Weights:
             raise ValueError(f"two tensors have the name {name}")
         else:
             ranges[name] = value
-    return _of_ranges(file, "torch", ranges, others, unread)
+    return _of_ranges(file, "torch", ranges, unread, others)
 
 
 def _entries(file: TorchFile, path: str = "") -> Iterator[tuple[str, Range | OddTensorError | None]]:

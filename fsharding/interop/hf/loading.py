@@ -9,26 +9,23 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from fsharding.base import tree
 from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import CheckpointError, FshardingError, message
 from fsharding.base.public import check_path, public
 from fsharding.base.tree import Tree
-from fsharding.base.untrusted import beside
 from fsharding.checkpoint.byte_ranges import pieces as windows
 from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath, real_path
-from fsharding.checkpoint.manifest import is_plain_name
 from fsharding.checkpoint.state_leaves import Want, main_wants
-from fsharding.foreign import coded_weights
-from fsharding.foreign.coded_weights import CONFIG_KEY, Reader
-from fsharding.foreign.foreign_weights import Weights, open_file, table_of
+from fsharding.foreign.coded_weights import CONFIG_KEY
+from fsharding.foreign.foreign_weights import Refusal, Weights, as_numbers, open_index, open_part, table_of
 from fsharding.foreign.name_map import SAME_BUFFERS, Piece, misfits, other_constants, read_leaf
 from fsharding.foreign.safetensors_files import INDEX, SINGLE
 from fsharding.interop.hf.comparison import differences
@@ -38,7 +35,6 @@ from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig
 from fsharding.sharding import boxes
-from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import LeafType
 
@@ -193,78 +189,38 @@ def _objection(piece: Piece, want: Want, stored: LeafType | None) -> str | None:
 def open_folder(path: StrPath) -> Weights:
     """Read the headers of all safetensors files of a directory."""
     folder = real_path(path)
-    rows: list[str] = []
-    table = _table(folder, rows)
-    opened: dict[str, Weights] = {}
-    for name in sorted({*table.values()}) if table is not None else _files(folder, rows):
-        try:
-            if not is_plain_name(name):
-                raise ValueError("isn't a plain file name")
-            result = open_file(beside(folder, name))
-            if result.format != "safetensors":
-                raise ValueError("it isn't a safetensors file")
-            opened[name] = result
-        except FileNotFoundError:
-            rows.append(f"{name} is missing")
-        except (OSError, ValueError) as error:
-            rows.append(f"{name}: {getattr(error, 'strerror', None) or error}")
-    leaves = dict[str, LeafType]()
-    files = dict[str, Weights]()
-    unread = dict[str, str]()
-    # With an index, a tensor is read from the file that the index names, even if other files have it too.
-    for name, weights in opened.items():
-        own = [tensor for tensor in (*weights.leaves, *weights.unread) if table is None or table.get(tensor) == name]
-        unread |= {tensor: weights.unread[tensor] for tensor in own if tensor in weights.unread}
-        kept = [tensor for tensor in own if tensor not in unread and not _RUNTIME.search(tensor)]
-        leaves |= {tensor: weights.leaves[tensor] for tensor in kept}
-        files |= dict.fromkeys(own, weights)
-    lost = [(tensor, name) for tensor, name in (table or {}).items() if name in opened and tensor not in files]
-    rows += [f"{tensor} is not in {name}, unlike the index" for tensor, name in lost]
-
-    def reader(name: str, box: Box, out: Tensor) -> None:
-        files[name].read(name, box, out)
-
-    if rows:
+    try:
+        # With an index, a tensor is read from the file that the index names, even if other files have it too.
+        name = _file_in(folder)
+        weights = open_index(folder / INDEX) if name == INDEX else open_part(folder, name)
+        if weights.format != "safetensors":
+            raise Refusal(f"{name}: its format is {weights.format}, not safetensors")
+        weights = as_numbers(weights, folder)
+    except Refusal as refused:
         mend = "Get the directory again, as save_pretrained(safe_serialization=True) of transformers writes it."
-        raise CheckpointError(message(f"cannot read {folder}.", rows, mend))
-    numbers, read = _as_numbers(folder, leaves, reader)
-    return Weights(folder, "safetensors", numbers, (), read, unread)
+        raise CheckpointError(message(f"cannot read {folder}.", refused.rows, refused.mend or mend)) from refused
+    leaves = {tensor: leaf for tensor, leaf in weights.leaves.items() if not _RUNTIME.search(tensor)}
+    return replace(weights, path=folder, leaves=leaves)
 
 
-def _as_numbers(folder: Path, leaves: dict[str, LeafType], reader: Reader) -> tuple[dict[str, LeafType], Reader]:
-    """Dequantize tensors when they are read, if the directory is quantized."""
-    try:
-        blocks = coded_weights.blocks_in(folder)
-        return (leaves, reader) if blocks is None else coded_weights.decoded(leaves, reader, blocks)
-    except ValueError as error:
-        rows = str(error).splitlines()
-        raise CheckpointError(message(f"cannot read {folder}.", rows, coded_weights.MEND)) from error
-
-
-def _table(folder: Path, rows: list[str]) -> dict[str, str] | None:
-    """Read the file of each tensor from the index; None if there is no index."""
-    if not os.path.lexists(folder / INDEX):
-        return None
-    try:
-        table = table_of(folder / INDEX)
-        if not all(isinstance(name, str) for name in table.values()):
-            raise ValueError("a tensor has no file")
-        if os.path.lexists(folder / SINGLE) and (other := sorted({*table.values()} - {SINGLE})):
+def _file_in(folder: Path) -> str:
+    """Name the index of a directory, or its only file; refuse two saves, and files without an index."""
+    if os.path.lexists(folder / INDEX):
+        try:
+            others = sorted({*map(str, table_of(folder / INDEX).values())} - {SINGLE})
+        except (OSError, ValueError) as error:
+            raise Refusal(f"{INDEX}: {getattr(error, 'strerror', None) or error}") from error
+        if others and os.path.lexists(folder / SINGLE):
             # transformers reads the single file and ignores the index, whichever is newer.
-            what = f"lists {other[0]}, and {SINGLE} is there too: two saves in one directory"
-            rows.append(f"{INDEX} {what}; remove {SINGLE}, or {INDEX} and its files")
-    except (OSError, ValueError) as error:
-        rows.append(f"{INDEX}: {getattr(error, 'strerror', None) or error}")
-        return {}
-    return table
-
-
-def _files(folder: Path, rows: list[str]) -> list[str]:
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    result = [SINGLE] if SINGLE in names else [name for name in names if name.endswith(".safetensors")]
-    if len(result) != 1:
-        what = "there is no such directory" if not folder.is_dir() else f"it has {len(result)} .safetensors files"
-        rows.append(what if not folder.is_dir() else f"{what} and no {INDEX}")
-        if result and all(name.startswith("shard-") for name in result):
-            rows.append("they are shards of torch's HuggingFaceStorageWriter, which fs.foreign.load_weights reads")
-    return result[:1]
+            what = f"lists {others[0]}, and {SINGLE} is there too: two saves in one directory"
+            raise Refusal(f"{INDEX} {what}; remove {SINGLE}, or {INDEX} and its files")
+        return INDEX
+    if not folder.is_dir():
+        raise Refusal("there is no such directory")
+    names = [name for name in sorted(os.listdir(folder)) if name.endswith(".safetensors")]
+    if len(names) == 1 or SINGLE in names:
+        return SINGLE if SINGLE in names else names[0]
+    rows = [f"it has {len(names)} .safetensors files and no {INDEX}"]
+    if names and all(name.startswith("shard-") for name in names):
+        rows.append("they are shards of torch's HuggingFaceStorageWriter, which fs.foreign.load_weights reads")
+    raise Refusal(*rows)

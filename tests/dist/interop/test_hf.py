@@ -549,7 +549,7 @@ def test_every_rank_refuses_what_does_not_fit(theirs, tmp_path):
     assert all(isinstance(e, CheckpointError) for e in refusals) and str(refusals[0]) == str(refusals[1])
     assert str(refusals[0]).splitlines()[1:-1] == [
         f"  {first}: it is cut off: its header has {json_bytes(folder / first):,} bytes, the file 100",
-        f"  {second} is missing",
+        f"  {second}: is missing",
     ]
 
 

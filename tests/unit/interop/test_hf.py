@@ -402,7 +402,7 @@ def test_files_that_cannot_be_read(saved, tmp_path):
     assert rows[0] == f"fs.hf.load cannot read {folder}." and rows[1] == "  ../far.safetensors: isn't a plain file name"
     assert rows[2].startswith(f"  {names[0]}: ") and " ends at byte " in rows[2]
     assert rows[3:-1] == [
-        f"  {names[1]} is missing",
+        f"  {names[1]}: is missing",
         f"  {names[2]}: its first bytes match no supported format",
         f"  ghost is not in {names[3]}, unlike the index",
     ]
