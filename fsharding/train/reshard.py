@@ -17,7 +17,7 @@ from fsharding.base.calls import public_name
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
-from fsharding.comm.leaf_memory import fill, on_device, to_memory
+from fsharding.comm.leaf_memory import on_device, placed
 from fsharding.comm.reshard_plan import BUDGET, Plan, plan_routes
 from fsharding.comm.reshard_run import exchange
 from fsharding.comm.tier_room import take_room
@@ -27,13 +27,12 @@ from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, is_mem
 from fsharding.mesh.failures import naming_lost
 from fsharding.mesh.meeting import meet
 from fsharding.optim.base import GradientTransformation
-from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, home_of, typeof
 from fsharding.train import reshard_leaves
 from fsharding.train.first_values import Sync, same_values
 from fsharding.train.reshard_leaves import Moving
-from fsharding.train.state import TrainState, refrozen, sealed
+from fsharding.train.state import TrainState, own_part, refrozen, sealed
 from fsharding.train.state_check import check_state
 
 __all__ = ["Explanation", "explain_reshard", "reshard", "shard", "unshard"]
@@ -95,8 +94,7 @@ def reshard(
         freed = tree_or_state if donate and opt is None else None
         take_room(layout, [(m.target, m.shape, m.dtype) for m in moved], freed)
     else:
-        sizes = _sizes(tree_or_state) if source is None else None
-        moved, rebuild = reshard_leaves.of_tree(tree_or_state, layout, source, sizes=sizes)
+        moved, rebuild = reshard_leaves.of_tree(tree_or_state, layout, source, asks=True)
     result = _run(moved, rebuild, given=tree_or_state if donate else None, budget=budget)
     return sealed(result) if isinstance(result, TrainState) else result
 
@@ -125,7 +123,7 @@ def _run(moved: list[Moving], rebuild: reshard_leaves.Rebuild, *, given: Tree = 
             _invalidate(given)
         donate = given is not None
         values = exchange(plan, sources, dtypes, rank=own_rank(), group=group, device=device, donate=donate)
-        return rebuild([x.cpu() if m.plain else to_memory(x, m.target) for m, x in zip(moved, values, strict=True)])
+        return rebuild(values)
 
 
 def _invalidate(tree_or_state: Tree) -> None:
@@ -216,14 +214,9 @@ def shard(values: Tree, layout: Any, *, sync: Sync | None = None) -> Tree:
 
 
 def _shard(x: Tensor, sharding: NamedSharding) -> DTensor:
-    """Copy this rank's slices of a full tensor."""
+    """Copy this rank's part of a full tensor."""
     sharding = sharding.simplified()
-    shape = tuple(x.shape)
-    local = fill(sharding, sharding.local_shape(shape), x.dtype)
-    grid = sharding.grid(shape)
-    for box, place in () if grid is None else boxes.grid_boxes(grid):
-        local[place] = x[boxes.relative(box, boxes.full(shape))]
-    return sharding.to_dtensor(to_memory(local, sharding), shape)
+    return placed(own_part(x, sharding), sharding, sharding.shape_at_rest(tuple(x.shape)))
 
 
 @public
@@ -259,20 +252,9 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
         NamedSharding(home_of(x).mesh if s is None else s.mesh) if isinstance(x, DTensor) else None
         for x, s in zip(flat, known, strict=True)
     ]
-    sizes = None if source is not None or isinstance(values, TrainState) else _sizes(values)
-    targets = tree.unflatten(spec, targets)
-    moved, rebuild = reshard_leaves.of_tree(values, targets, source, sizes=sizes)
+    moved, rebuild = reshard_leaves.of_tree(values, tree.unflatten(spec, targets), source, asks=True)
     replicated = _run(moved, rebuild)
     return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, replicated)
-
-
-def _sizes(values: Tree) -> list[tuple[int, ...] | None] | None:
-    """Return the global shapes of leaves that some stages lack; None without such leaves. Collective."""
-    staged = [x for x in tree.leaves(values) if isinstance(x, DTensor) and reshard_leaves.is_staged(x)]
-    if not staged:
-        return None
-    with naming_lost(public_name(), home_of(staged[0]).mesh):
-        return reshard_leaves.sizes_of_staged(values)
 
 
 # ---------------------------------------------------------------------------------------------------------- explanation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,15 @@ from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
 from fsharding.comm import reshard_plan
+from fsharding.comm.leaf_memory import placed
 from fsharding.comm.leaf_wires import round_leaf
 from fsharding.comm.reshard_plan import MovedLeaf
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, is_member
+from fsharding.mesh.failures import naming_lost
 from fsharding.optim.stacked import whole_shape
-from fsharding.sharding.entries import Moment, entry_at, places
+from fsharding.sharding.entries import entry_at, places
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, type_text
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, home_of, local_of, sharding_of, typeof
@@ -30,8 +32,7 @@ from fsharding.train.state import TrainState, rounding_key
 from fsharding.train.state_check import check_state
 
 __all__ = [
-    "Moving", "Rebuild", "check_same_model", "devices", "is_staged", "of_layouts", "of_state", "of_tree",
-    "origins", "shardings", "sizes_of_staged",
+    "Moving", "Rebuild", "check_same_model", "devices", "of_layouts", "of_state", "of_tree", "origins", "shardings",
 ]  # fmt: skip
 
 Rebuild = Callable[[Sequence[Tensor]], Any]
@@ -93,44 +94,31 @@ def check_same_model(a: Layout, b: Layout) -> None:
         raise LayoutError(message("cannot move a state to the layout of a different one.", rows, mend))
 
 
-class _Source(NamedTuple):
-    """A leaf of the old state from which a leaf of the new one can be made."""
-
-    dtype: torch.dtype
-    sharding: NamedSharding
-    value: Any  # a DTensor; None if only the plan is wanted
-
-    def to(self, path: str, leaf: LeafLayout, sharding: NamedSharding, dtype: torch.dtype) -> Moving:
-        """Move the leaf to a sharding of the new layout."""
-        value = None if self.value is None else local_of(self.value)
-        return Moving(path, leaf.shape, self.sharding, sharding, dtype, value)
-
-
 def of_layouts(a: Layout, b: Layout, state: TrainState | None = None) -> list[Moving]:
     """List the moves of parameters and main parameters from `a` to `b`; with values if there is a state."""
     check_same_model(a, b)
     values = {} if state is None else tree.named_leaves({"params": state.params, "main": state.main})
     key = None if state is None else rounding_key(state.key, state.step, b)
-    olds = {leaf.path: leaf for leaf in a.leaves}
+    olds = {entry.path: entry for entry in a.entries()}
+    leaves = {leaf.path: leaf for leaf in a.leaves}
     moved: list[Moving] = []
-    for new in b.leaves:
-        old, format, wanted = olds[new.path], b.rounds(new), b.param_dtype(new)
-        source = kept = _Source(a.param_dtype(old), old.params, values.get(old.path_in("params")))
-        full = _Source(a.precision.main_dtype(old.init), old.main, values.get(old.path_in("main")))
-        full = full if a.has_main and old.trainable else kept
+    for new in b.entries():
+        assert new.of is not None and new.sharding is not None
+        leaf, format = leaves[new.of.path], b.rounds(new.of)
+        kept = olds[leaf.path_in("params")]
+        source = olds.get(leaf.path_in("main"), kept)
         # A parameter is made of the old parameter if that has the same values, else of the main copy: it would lose
         # bits on the way through a narrower dtype, or through a different format.
-        same = a.rounds(old) == format and (format is None or a.precision.keep == b.precision.keep)
-        if kept.dtype != wanted or not same:
-            source = full
-        if format is not None and not same:
+        same = a.rounds(leaf) == format and (format is None or a.precision.keep == b.precision.keep)
+        if new.field == "params" and same and kept.dtype == new.dtype:
+            source = kept
+        assert source.sharding is not None
+        x = values.get(source.path)
+        if x is not None and new.field == "params" and format is not None and not same:
             # Rounded before it is sent, in the sharding of the main copy.
-            x, home = source.value, source.sharding
-            value = None if x is None else round_leaf(x, old, home, format, b.precision, key)
-            source = _Source(wanted, home, value)
-        moved.append(source.to(new.path_in("params"), new, new.params, wanted))
-        if b.has_main and new.trainable:
-            moved.append(full.to(new.path_in("main"), new, new.main, b.precision.main_dtype(new.init)))
+            x = round_leaf(x, leaf, source.sharding, format, b.precision, key)
+        local = None if x is None else local_of(x)
+        moved.append(Moving(new.path, new.shape, source.sharding, new.sharding, new.dtype, local))
     return moved
 
 
@@ -143,20 +131,18 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     scaled = layout.precision.loss_scale is not None
     if scaled and state.loss_scale is not None:
         rest["loss_scale"] = state.loss_scale
-    (flat, spec), paths = tree.flatten(rest), tree.paths(rest)
-    ranks = sorted({*abstract(old.mesh).members, *abstract(layout.mesh).members})
-    known = _moment_pairs(state, layout)
-    moved += [_other(path, x, known.get(path), old, layout, ranks) for path, x in zip(paths, flat, strict=True)]
+    paths, spec = tree.paths(rest), tree.flatten(rest)[1]
+    moved += _others(rest, state, layout)
     # `rebuild` must refer to no tensor except through `moved`, whose values are dropped if the state is donated.
     device = getattr(layout.mesh, "device_type", "cpu")
 
     def rebuild(values: Sequence[Tensor]) -> TrainState:
-        placed = {m.path: _placed(m, x) for m, x in zip(moved, values, strict=True)}
+        new = {m.path: _placed(m, x) for m, x in zip(moved, values, strict=True)}
         params, main = (
-            tree.unflatten(layout.structure, [placed.get(leaf.path_in(field)) for leaf in layout.leaves])
+            tree.unflatten(layout.structure, [new.get(leaf.path_in(field)) for leaf in layout.leaves])
             for field in ("params", "main")
         )
-        fields = tree.unflatten(spec, [placed[path] for path in paths])
+        fields = tree.unflatten(spec, [new[path] for path in paths])
         scale = fields.pop("loss_scale", None) or layout.precision.init_scale()
         fields["buffers"] = tree.map(lambda x: x.to(device), fields["buffers"])
         return TrainState(
@@ -167,51 +153,46 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     return moved, rebuild
 
 
-def _moment_pairs(state: TrainState, layout: Layout) -> dict[str, tuple[Moment, Moment]]:
-    """Return each moment by path: its entry in the old layout, and in the new one."""
+def _others(rest: Tree, state: TrainState, layout: Layout) -> list[Moving]:
+    """Move the leaves that aren't parameters: a moment with its parameter, a plain tensor to all ranks."""
+    old = state.layout
+    here = reshard_plan.everywhere(abstract(old.mesh).members)
+    there = reshard_plan.everywhere(sorted({*abstract(old.mesh).members, *abstract(layout.mesh).members}))
     found = places(state.opt_state, state.params)
+    moments = {entry.path: (entry, found[path]) for path, entry in old.moments(state.opt_state).items()}
     leaves = {leaf.path: leaf for leaf in layout.leaves}
-    result: dict[str, tuple[Moment, Moment]] = {}
-    for path, old in state.layout.moments(state.opt_state).items():
-        new = entry_at(old.path, found[path], leaves[found[path].param], old.shape, old.dtype)
-        assert new is not None, "the layouts are of one model"
-        result[old.path] = old, new
-    return result
-
-
-def _other(
-    path: str, x: Any, moment: tuple[Moment, Moment] | None, old: Layout, new: Layout, ranks: Sequence[int]
-) -> Moving:
-    """Move a leaf that isn't a parameter: a moment with its parameter, a plain tensor to all ranks."""
-    if not isinstance(x, DTensor):
-        here = reshard_plan.everywhere(abstract(old.mesh).members)
-        there = reshard_plan.everywhere(ranks)
-        return Moving(path, tuple(x.shape), here, there, x.dtype, x, plain=True)
-    if moment is None:
-        return Moving(path, tuple(x.shape), sharding_of(x), NamedSharding(new.mesh), x.dtype, local_of(x))
-    source, target = moment
-    return Moving(path, source.shape, source.sharding, target.sharding, x.dtype, local_of(x))
+    moved: list[Moving] = []
+    for path, x in tree.named_leaves(rest).items():
+        if not isinstance(x, DTensor):
+            moved.append(Moving(path, tuple(x.shape), here, there, x.dtype, x, plain=True))
+            continue
+        shape, source, target = tuple(x.shape), sharding_of(x), NamedSharding(layout.mesh)
+        if path in moments:
+            entry, place = moments[path]
+            new = entry_at(path, place, leaves[place.param], entry.shape, entry.dtype)
+            assert new is not None, "the layouts are of one model"
+            shape, source, target = entry.shape, entry.sharding, new.sharding
+        moved.append(Moving(path, shape, source, target, x.dtype, local_of(x)))
+    return moved
 
 
 def _placed(moving: Moving, local: Tensor) -> Tensor:
-    return local if moving.plain else moving.target.to_dtensor(_held(moving, local), moving.shape)
-
-
-def _held(moving: Moving, local: Tensor) -> Tensor:
-    """Return the local tensor, with the shape of an empty shard if this rank holds nothing."""
-    return local if local.numel() else local.reshape(moving.target.local_shape(moving.shape))
+    """Make the new leaf of a local tensor, which is empty and of any shape if this rank holds nothing."""
+    if moving.plain:
+        return local.cpu()
+    shape, target = moving.shape, moving.target
+    local = local if local.numel() else local.reshape(target.local_shape(shape))
+    return placed(local, target, target.shape_at_rest(shape))
 
 
 # -------------------------------------------------------------------------------------------------------------- a tree
 
 
-def of_tree(
-    values: Tree, layout: Any, source: Any = None, *, sizes: Sequence[tuple[int, ...] | None] | None = None
-) -> tuple[list[Moving], Rebuild]:
-    """List the moves of a tree's leaves, and return the function that builds the new tree from local tensors."""
+def of_tree(values: Tree, layout: Any, source: Any = None, *, asks: bool = False) -> tuple[list[Moving], Rebuild]:
+    """List the moves of a tree's leaves, and return the function that builds the new tree. Collective if it `asks`."""
     flat, spec = tree.flatten(values)
     targets, shapes = shardings(spec, layout)
-    sources, known = origins(values, source)
+    sources, known = origins(values, source, asks=asks)
     moved: dict[int, Moving] = {}  # by number of the leaf
     rows: list[str] = []
     for i, (path, x) in enumerate(zip(tree.paths(values), flat, strict=True)):
@@ -220,8 +201,8 @@ def of_tree(
             continue
         # The global shape, by falling reliability: of the source layout, from the owners, of the target layout, and
         # only then of the DTensor itself, which sees just its slice of the mesh.
-        size = sizes[i] if known[i] is None and sizes is not None else known[i]
-        if sources[i] is None and hides_owners(x) and (isinstance(x, Local) or (size is None and is_staged(x))):
+        size = known[i]
+        if sources[i] is None and hides_owners(x) and (isinstance(x, Local) or (size is None and _is_staged(x))):
             rows.append(f"{path or 'the leaf'} is {typeof(x)} on a slice of its mesh, and its full shape is unknown")
             continue
         here = sources[i] or (x.sharding if isinstance(x, Local) else home_of(x))
@@ -246,20 +227,16 @@ def of_tree(
     def rebuild(locals_: Sequence[Tensor]) -> Tree:
         result = list(kept)
         for (i, m), local in zip(moved.items(), locals_, strict=True):
-            result[i] = Local(_held(m, local), m.target, m.shape) if in_flight[i] else _placed(m, local)
+            new = _placed(m, local)
+            result[i] = Local(local_of(new), m.target, m.shape) if in_flight[i] else new
         return tree.unflatten(spec, result)
 
     return [*moved.values()], rebuild
 
 
-def is_staged(x: DTensor) -> bool:
+def _is_staged(x: DTensor) -> bool:
     """Return whether some ranks of the mesh own nothing of a leaf; there its first dim has size 0."""
     return any(a.dim is None for a in home_of(x).assigned)
-
-
-def sizes_of_staged(values: Tree) -> list[tuple[int, ...] | None]:
-    """Have the owners of staged leaves send the global shapes; None for every other leaf. Collective."""
-    return [_size_of_staged(x) if isinstance(x, DTensor) and is_staged(x) else None for x in tree.leaves(values)]
 
 
 _SCALAR = 1 << 62
@@ -267,8 +244,9 @@ _SCALAR = 1 << 62
 
 
 def _size_of_staged(x: DTensor) -> tuple[int, ...]:
+    """Have the owners of a staged leaf send its global shape. Collective."""
     sharding = home_of(x)
-    shape = whole_shape(x, home_of(x))
+    shape = whole_shape(x, sharding)
     if not is_member(sharding.mesh):
         return shape
     axis = next(a.axis for a in sharding.assigned if a.dim is None)
@@ -277,7 +255,8 @@ def _size_of_staged(x: DTensor) -> tuple[int, ...]:
     own = (1 + shape[0] if shape else _SCALAR) if owns else 0
     if group.process_group is None:
         return shape
-    first = max(gather_numbers(own, group.size, group.process_group, x.device_mesh.device_type))
+    with naming_lost(public_name(), sharding.mesh):
+        first = max(gather_numbers(own, group.size, group.process_group, x.device_mesh.device_type))
     return () if first == _SCALAR else (first - 1, *shape[1:])
 
 
@@ -288,13 +267,18 @@ def _is_at(x: DTensor | Local, sharding: NamedSharding) -> bool:
     return tuple(x.placements) == sharding.placements() if is_member(sharding.mesh) else True
 
 
-def origins(values: Tree, source: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
-    """Return each leaf's sharding and global shape if `source` or the state's layout has them."""
+def origins(
+    values: Tree, source: Any, *, asks: bool = False
+) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
+    """Return each leaf's sharding and global shape if `source` or the state's layout, or the owner asked, has them."""
     flat, spec = tree.flatten(values)
     if source is not None:
         return shardings(spec, source)
     if not isinstance(values, TrainState):
-        return [None] * len(flat), [None] * len(flat)
+        staged = (asks and isinstance(x, DTensor) and _is_staged(x) for x in flat)
+        return [None] * len(flat), [
+            _size_of_staged(x) if asked else None for x, asked in zip(flat, staged, strict=True)
+        ]
     moments = values.layout.moments(values.opt_state)
     known = {entry.path: entry for entry in (*values.layout.entries(), *moments.values())}
     found = [known.get(path) for path in tree.paths(values)]

@@ -57,8 +57,8 @@ from fsharding.train.state_check import check_leaves, check_main
 
 __all__ = [
     "TrainState", "constants_of", "donated_if_written", "init_params", "init_state", "main_of", "main_params",
-    "refuse_changed", "refuse_unlike_replicas", "rounding_key", "sealed", "spread", "params_from_main", "state_bytes",
-    "state_from_params",
+    "own_part", "params_from_main", "refuse_changed", "refuse_unlike_replicas", "rounding_key", "sealed", "spread",
+    "state_bytes", "state_from_params",
 ]  # fmt: skip
 
 
@@ -292,13 +292,7 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params", received: Rec
         if _compat.makes_fakes():
             device = sharding.device_mesh().device_type
             return placed(torch.empty(sharding.local_shape(leaf.shape), dtype=dtype, device=device), sharding, at_rest)
-        draw = draw if received is None else received(draw)
-        grid = sharding.grid(leaf.shape)
-        parts = [] if grid is None else [(_slice(draw, box), place) for box, place in boxes.grid_boxes(grid)]
-        local = parts[0][0] if len(parts) == 1 else torch.empty(sharding.local_shape(leaf.shape), dtype=leaf.init)
-        if len(parts) > 1:
-            for part, place in parts:
-                local[place] = part
+        local = own_part(draw if received is None else received(draw), sharding)
         # Through the main dtype, so that parameters start as the rounded main parameters in every layout.
         return placed(local.to(layout.precision.main_dtype(leaf.init)).to(dtype), sharding, at_rest)
 
@@ -307,10 +301,23 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params", received: Rec
     return tree.unflatten(layout.structure, [place(d, leaf) for d, leaf in zip(leaves, layout.leaves, strict=True)])
 
 
-def _slice(draw: Any, box: Box) -> Tensor:
-    if isinstance(draw, LazyTensor):
-        return draw.slice(box)
-    return draw[tuple(slice(a, b) for a, b in box)].clone(memory_format=torch.contiguous_format)
+def own_part(full: Any, sharding: NamedSharding) -> Tensor:
+    """Copy this rank's part of a full tensor, or evaluate that of a lazy one."""
+
+    def part(box: Box) -> Tensor:
+        if isinstance(full, LazyTensor):
+            return full.slice(box)
+        # A copy even of the full tensor: a state shares no memory with what it was made of.
+        return full[tuple(slice(a, b) for a, b in box)].clone(memory_format=torch.contiguous_format)
+
+    grid = sharding.grid(full.shape)
+    parts = [] if grid is None else [*boxes.grid_boxes(grid)]
+    if len(parts) == 1:
+        return part(parts[0][0])
+    local = torch.empty(sharding.local_shape(full.shape), dtype=full.dtype)
+    for box, place in parts:
+        local[place] = part(box)
+    return local
 
 
 @public
@@ -580,10 +587,7 @@ def main_params(params: Tree, layout: Layout) -> Tree:
 
 
 def _slices(params: Tree, layout: Layout) -> Tree:
-    leaves = tree.flatten_up_to(layout.structure, params, ("the layout", "params"))
-    kept = [p if leaf.trainable else None for p, leaf in zip(leaves, layout.leaves, strict=True)]
-    pruned = tree.unflatten(layout.structure, kept)
-    return redistribute(pruned, layout.main)
+    return redistribute(tree.prune(params, layout.main, ("params", "the layout")), layout.main)
 
 
 def main_of(state: TrainState) -> Tree:
