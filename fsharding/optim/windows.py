@@ -36,7 +36,7 @@ from fsharding.optim.chunked_update import rounds_by_key, rounds_moments
 from fsharding.sharding.entries import places, state_leaves, state_structure, with_leaves
 from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.memory_kinds import Tier
-from fsharding.sharding.named_sharding import like, local_of, sharding_of
+from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
 
 __all__ = ["WINDOW_BYTES", "start_in_windows", "through_windows"]
 
@@ -71,9 +71,8 @@ def through_windows(
         leaves = listed(sorted(context.on_host))
         text = f"cannot update {leaves} on the host: this optimizer isn't elementwise."
         raise ConfigError(message(text, mend=mend))
-    if not context.may_be_away:
-        return change(grads, state, params, context, scale)
-    away = {path: x for path, x in tree.named_leaves(values).items() if is_away(x)}
+    named = tree.named_leaves(values) if context.may_be_away else {}
+    away = {path: x for path, x in named.items() if is_away(x)}
     if not away:
         return change(grads, state, params, context, scale)
     owners = _owners(values)
@@ -101,8 +100,9 @@ def _on_host(context: UpdateContext, scale: _Factor) -> tuple[UpdateContext, _Fa
     return there, scale.cpu() if isinstance(scale, Tensor) else scale
 
 
-def start_in_windows(start: Callable[[Tree], Tree], params: Tree, sizes: Mapping[str, int]) -> Tree:
+def start_in_windows(start: Callable[[Tree], Tree], params: Tree, moments: Mapping[str, NamedSharding]) -> Tree:
     """Make the first state of an elementwise optimizer without all of it on the device at once."""
+    sizes = {path: local_of(x).nbytes if moments[path].is_away else 0 for path, x in tree.named_leaves(params).items()}
     groups = [*in_buckets(sizes, sizes.__getitem__, WINDOW_BYTES)]
     if len(groups) < 2:
         return start(params)

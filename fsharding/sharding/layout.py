@@ -166,11 +166,6 @@ class Layout:
         return {leaf.path: is_stacked(leaf.names) for leaf in self.leaves if leaf.names}
 
     @property
-    def is_away(self) -> bool:
-        """Whether the strategy stores or updates anything outside of the device."""
-        return bool(self.strategy.memory)
-
-    @property
     def updated_on_host(self) -> frozenset[str]:
         """Paths of the leaves that are updated on the host."""
         return frozenset(leaf.path for leaf in self.leaves if leaf.trainable and leaf.compute != HERE)

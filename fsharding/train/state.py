@@ -455,9 +455,7 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
 
     if not opt.with_context().by_element:
         return start(trained)
-    away = {leaf.path for leaf in layout.leaves if leaf.moments.is_away}
-    sizes = {path: local_of(x).nbytes if path in away else 0 for path, x in tree.named_leaves(trained).items()}
-    return start_in_windows(start, trained, sizes)
+    return start_in_windows(start, trained, {leaf.path: leaf.moments for leaf in layout.leaves})
 
 
 def _refuse_shared_draws(draws: Tree) -> None:

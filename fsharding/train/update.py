@@ -67,7 +67,7 @@ def update_facts(layout: Layout) -> UpdateContext:
     """Return the part of an update's context that follows from the layout."""
     return UpdateContext(
         shardings=layout.main, rounding=layout.precision.rounding, on_host=layout.updated_on_host,
-        may_be_away=layout.is_away, stacked=layout.stacked,
+        may_be_away=bool(layout.strategy.memory), stacked=layout.stacked,
     )  # fmt: skip
 
 
