@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, devices, tree
-from fsharding.base.errors import ArgumentError, BatchError, ConfigError, FshardingError, LayoutError, message
+from fsharding.base.errors import ArgumentError, BatchError, ConfigError, LayoutError, message
 from fsharding.base.public import kind_of, public, refuse
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
@@ -37,8 +37,8 @@ from fsharding.sharding.memory_kinds import HERE
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.operations import check_operations
 from fsharding.train.state import STATE_FIELDS, TrainState, refuse_changed, sealed
-from fsharding.train.step import Metrics, StepPlan, TrainStep, UncheckedMetrics
-from fsharding.train.verdict import PendingVerdict
+from fsharding.train.step import Metrics, StepPlan, TrainStep
+from fsharding.train.verdict import PendingVerdict, Refusal
 from fsharding.transforms.value_and_grad import refuse_backward
 
 __all__ = ["CapturedStep", "DeviceGraph", "StepGraph", "capture", "captured", "refuse_host_work"]
@@ -98,7 +98,7 @@ class _Recorded(NamedTuple):
     numbers: Tensor  # loss, norm, count, 1 if the step is skipped, and drops of experts, if any (float32)
     code: Tensor  # verdict (int64, 0-d)
     stops: Tensor  # number of ranks that want to stop (float64, 0-d)
-    refusal: Callable[[int], FshardingError]  # makes the error for a verdict
+    refusal: Refusal  # makes the error for a verdict
     aux: tuple[Any, ...]
 
 
@@ -184,10 +184,10 @@ class CapturedStep:
         numbers, code, stops, refusal, aux = self._recorded
         preemption.agree(stops)
         loss, norm, count, skipped, *dropped = numbers.clone().unbind()
-        metrics = UncheckedMetrics(refuse_backward(loss), norm, count, skipped=skipped.bool(), aux=aux)
+        metrics = Metrics(refuse_backward(loss), norm, count, skipped=skipped.bool(), aux=aux)
         vars(metrics)["dropped"] = dropped[0] if dropped else None
         if not _compat.is_fake(code):
-            vars(metrics)["verdict"] = self._unchecked = PendingVerdict(code, refusal)
+            vars(metrics)["verdict"] = self._unchecked = PendingVerdict(code, refusal.error)
         after = sealed(self._state.replace(key=key))
         self._last = weakref.ref(after)
         return after, metrics
@@ -204,10 +204,9 @@ def _run(step: TrainStep, plan: StepPlan, static: TrainState, batch: Tree, bit: 
     stops = agreement.stops(verdict.loss.device)
     parts = (verdict.loss, verdict.norm, verdict.sums.count, verdict.finite.logical_not(), verdict.dropped)
     numbers = torch.stack([x.float() for x in parts if x is not None])
-    refusal = verdict.refusal(static.step, static.layout.mesh)
     # The update may donate what it gets: `replace` keeps `static` itself, whose memory the graph writes.
     _copy_state(static, step.update(plan, static.replace(), verdict, verdict.finite))
-    return _Recorded(numbers, verdict.code, stops, refusal, verdict.sums.aux)
+    return _Recorded(numbers, verdict.code, stops, verdict.refusal, verdict.sums.aux)
 
 
 def _copy_state(static: TrainState, state: TrainState) -> None:
@@ -310,7 +309,6 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
         static, metrics = step(state.replace(**tree.map(copied, _fields(state))), batch)
         for x in tree.leaves(static.opt_state):
             keep_in_place(_compat.local_tensor(x) if isinstance(x, DTensor) else x)
-        assert isinstance(metrics, UncheckedMetrics)
         if metrics.verdict is not None:
             metrics.verdict.raise_refused()
         plan = replace(plan, buffers=Pool())

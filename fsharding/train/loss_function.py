@@ -1,4 +1,4 @@
-"""Calls of a loss function by a step: with a random key and buffers if it takes them, and with a scaled loss."""
+"""Calls of a loss function by a step: with a random key and buffers if it takes them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from fsharding.base import tree
 from fsharding.base.errors import TransformError, listed, message
 from fsharding.base.public import kind_of
 from fsharding.base.tree import Tree
-from fsharding.formats.precision import scaled_loss
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.random import fold_in
 from fsharding.train.buffers import Buffers
 from fsharding.train.state import TrainState
 from fsharding.transforms.value_and_grad import Loss, results_text
 
-__all__ = ["Beside", "LossFunction", "scaled"]
+__all__ = ["Beside", "LossFunction"]
 
 
 class Beside(NamedTuple):
@@ -119,18 +118,3 @@ class LossFunction(NamedTuple):
 def _is_asked(parameter: inspect.Parameter | None) -> bool:
     """Return whether a step passes this parameter: it exists, and its default isn't a value."""
     return parameter is not None and parameter.default in (inspect.Parameter.empty, None)
-
-
-def scaled(fn: Callable[[Tree, Tree], Any], scale: Tensor | None) -> Callable[[Tree, Tree], Any]:
-    """Multiply the loss of a function that returns `(loss, Beside)` by a scale; None is 1."""
-
-    @functools.wraps(fn, updated=())
-    def run(values: Tree, microbatch: Tree) -> Any:
-        loss, beside = fn(values, microbatch)
-        pair = cast("tuple[Any, ...]", loss if isinstance(loss, tuple) else (loss, 1.0))
-        # Anything else is left as it is, for `value_and_grad` to refuse.
-        if len(pair) == 2 and isinstance(pair[0], Tensor):
-            pair = scaled_loss(pair[0], scale), pair[1]
-        return pair, beside
-
-    return run

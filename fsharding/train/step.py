@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -12,12 +11,9 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import call_as
 from fsharding.base.errors import (
     ArgumentError,
     ConfigError,
-    FshardingError,
-    NonFiniteError,
     ScheduleError,
     message,
     report,
@@ -41,12 +37,12 @@ from fsharding.formats.precision import Precision, check_precision
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.consistency import digest, facts_of
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, data_axes, everyone
-from fsharding.mesh.failures import naming_lost, unlike_ranks
-from fsharding.mesh.unit_order import COUNTED, SAME_KEYS, SAME_RATES, UnitOrder
+from fsharding.mesh.failures import naming_lost
+from fsharding.mesh.unit_order import COUNTED, SAME_KEYS, SAME_RATES
 from fsharding.models.stacks import first_units, scan_stacks
-from fsharding.ops.capacity import FULL, counting_drops, is_full
+from fsharding.ops.capacity import counting_drops
 from fsharding.optim.base import GradientTransformation, UpdateContext, where_finite
-from fsharding.optim.clip import LeafSquares, square_sums
+from fsharding.optim.clip import square_sums
 from fsharding.optim.router_bias import against_load, split_loads
 from fsharding.optim.schedules import noting_rates
 from fsharding.pipeline.executor import Messages, pipeline_grads
@@ -57,14 +53,14 @@ from fsharding.sharding.named_sharding import local_of
 from fsharding.sharding.random import fold_in
 from fsharding.train.buffers import sync_buffers
 from fsharding.train.first_step import FirstStep, agree_on_setup, words_of_rows
-from fsharding.train.loss_function import LossFunction, scaled
+from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch
 from fsharding.train.row_hashes import hash_of_all, hash_rows
 from fsharding.train.state import Buffers, TrainState, refuse_changed, rounding_key, sealed
 from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.train.step_options import StepOptions, StepSettings, takes_step_options
 from fsharding.train.update import update_facts, updated
-from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, UNLIKE, PendingVerdict, verdict_of
+from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, UNLIKE, PendingVerdict, Refusal, verdict_of
 from fsharding.transforms import policies
 from fsharding.transforms.first_call import FirstCall
 from fsharding.transforms.gather_unit import gather_unit
@@ -73,7 +69,7 @@ from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.value_and_grad import is_divisor, loss_and_grads, refuse_backward
 
 __all__ = [
-    "Metrics", "StepPlan", "TrainStep", "UncheckedMetrics", "Verdict", "check_model", "device_of", "make_train_step",
+    "Metrics", "StepPlan", "TrainStep", "Verdict", "check_model", "device_of", "make_train_step",
     "model_loss", "new_step", "planned_schedule", "refuse_model",
 ]  # fmt: skip
 
@@ -107,7 +103,17 @@ class Metrics(Immutable, _Metrics, instead="metrics._replace({name}=...)"):
         (False, 16.0)
     """
 
+    # Reading `loss` never waits: as long as the device has not computed the verdict, it is an ordinary tensor.
+
     dropped: Tensor | None = None
+    verdict: PendingVerdict | None = None  # None if the host has read it
+
+    @property
+    def loss(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Global mean over all tokens of the batch; raises if the step was refused."""
+        if self.verdict is not None and self.verdict.is_ready():
+            self.verdict.raise_refused()
+        return tuple.__getitem__(self, 0)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
@@ -118,21 +124,6 @@ class Metrics(Immutable, _Metrics, instead="metrics._replace({name}=...)"):
 
     def __getattr__(self, name: str) -> Any:
         raise missing_name("Metrics", name, self._fields, {})
-
-
-class UncheckedMetrics(Metrics):
-    """Metrics of a step whose verdict the host has not read; `loss` raises if the step was refused."""
-
-    # Reading `loss` never waits: as long as the device has not computed the verdict, it is an ordinary tensor.
-
-    verdict: PendingVerdict | None = None
-
-    @property
-    def loss(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Metrics`."""
-        if self.verdict is not None and self.verdict.is_ready():
-            self.verdict.raise_refused()
-        return tuple.__getitem__(self, 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the numbers only, not the pending verdict."""
@@ -287,20 +278,12 @@ class Verdict(NamedTuple):
     grads: Tree  # `sums.grads` without expert loads
     loads: dict[str, Tensor]  # expert loads by the path of the bias in whose gradient they were sent
     to_mean: Tensor  # factor from sums to means (float64, 0-d)
-    squares: LeafSquares  # of the gradients
     norm: Tensor  # of the mean gradient (float32, 0-d)
     loss: Tensor  # mean over the batch (float32, 0-d)
     finite: Tensor  # whether loss and norm are finite, the count is positive, and ranks did the same (bool, 0-d)
     code: Tensor  # see `train.verdict` (int64, 0-d)
-    agreement: StepAgreement
+    refusal: Refusal  # makes the error for the code
     dropped: Tensor | None  # expert choices dropped (float32, 0-d); None for a model whose experts drop none
-
-    def refusal(self, number: Tensor, mesh: Mesh, parameters: Sequence[str] = ()) -> Callable[[int], FshardingError]:
-        """Return a function that makes the error for a code of the verdict."""
-        # It is kept until the host reads the verdict, so it refers to norms and numbers and never to gradients.
-        cause = functools.partial(_not_finite, number, self.squares, self.loss, self.norm, self.sums.count, parameters)
-        word = functools.partial(_refusal, cause, self.agreement.order, mesh)
-        return lambda code: call_as("train step", word, code)
 
 
 class TrainStep:
@@ -353,10 +336,8 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         plan = self.plan_of(state, batch)
-        number = state.step
-        mesh = state.layout.mesh
         agreement = self.agreement(plan, state, batch)
-        first = None if plan.first is None else FirstStep(agreement, mesh, batch)
+        first = None if plan.first is None else FirstStep(agreement, state.layout.mesh, batch)
         verdict = self.judge(plan, state, batch, agreement)
         if first is not None:
             first.refuse_ignored_axes(verdict.loss, verdict.norm)
@@ -367,13 +348,12 @@ class TrainStep:
         if result in (REFUSED, UNLIKE):
             # Every rank gets here, so a collective may look for parameters that were not finite before the step.
             bad = _bad_parameters(state) if result == REFUSED else []
-            raise verdict.refusal(number, mesh, bad)(result)
+            raise replace(verdict.refusal, parameters=bad).error(result)
         skipped = verdict.finite.logical_not() if result is None else result == SKIPPED
-        kind = UncheckedMetrics if result is None else Metrics
-        metrics = kind(verdict.loss, verdict.norm, verdict.sums.count, skipped, verdict.sums.aux)
+        metrics = Metrics(verdict.loss, verdict.norm, verdict.sums.count, skipped, verdict.sums.aux)
         vars(metrics)["dropped"] = verdict.dropped
         if result is None and not _compat.is_fake(verdict.code):
-            vars(metrics)["verdict"] = self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number, mesh))
+            vars(metrics)["verdict"] = self._unchecked = PendingVerdict(verdict.code, verdict.refusal.error)
         if result == SKIPPED:
             return self._skipped(plan, state), metrics
         return sealed(self.update(plan, state, verdict, verdict.finite if result is None else None)), metrics
@@ -422,7 +402,8 @@ class TrainStep:
         alike = agreement.alike(loss.device)
         code = verdict_of(finite, weighted, alike, scale, plan.precision.loss_scale)
         counts = finite & weighted & alike
-        return Verdict(sums, grads, loads, to_mean, squares, norm, loss, counts, code, agreement, dropped)
+        refusal = Refusal(state.step, loss, norm, sums.count, squares, agreement.order, layout.mesh)
+        return Verdict(sums, grads, loads, to_mean, norm, loss, counts, code, refusal, dropped)
 
     def update(self, plan: StepPlan, state: TrainState, verdict: Verdict, counts: Tensor | None) -> TrainState:
         """Run the second half of a step: return the next state. The host reads nothing."""
@@ -512,11 +493,11 @@ class TrainStep:
             last = i + 1 == len(microbatches)
             fn = loss_fn.bound(buffers, fold_in(key, i) if key is not None else None)
             sums = loss_and_grads(
-                scaled(fn if plan.first is None else plan.first.watched(fn, has_aux=True), loss_scale),
+                fn if plan.first is None else plan.first.watched(fn, has_aux=True),
                 state.params,
                 (microbatch,),
                 GradsTo(layout.reduced if last else layout.grads, grads, plan.buffers),
-                RunOptions(plan.precision, rounding, i, depth),
+                RunOptions(plan.precision, rounding, loss_scale, i, depth),
                 has_aux=True,
                 agreement=lambda _: agreement if last else None,  # noqa: B023
                 first=plan.first,
@@ -604,45 +585,6 @@ def _bad_parameters(state: TrainState) -> list[str]:
     bad = [torch.isfinite(x).all().logical_not() for x in here]
     counts = start_sum(torch.stack(bad).float(), everyone(state.layout.mesh), torch.float32).wait()
     return [path for path, count in zip(named, counts.tolist(), strict=True) if count]
-
-
-def _refusal(cause: Callable[[], str], order: UnitOrder | None, mesh: Mesh, code: int) -> FshardingError:
-    """Make the error of a refused step, or of ranks that did different things in it."""
-    if code == UNLIKE:
-        assert order is not None
-        return unlike_ranks(mesh, everyone(mesh).ranks, order)
-    return NonFiniteError(cause())
-
-
-def _not_finite(
-    number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor, count: Tensor, parameters: Sequence[str]
-) -> str:
-    """Name the step and the cause: parameters that are not finite, its count, or else every such gradient."""
-    if not parameters and not bool(is_divisor(count)):
-        return _refusal_of_count(int(number), float(count))
-    rows = [f"step {int(number)}: loss {float(loss)}, gradient norm {float(norm)}"]
-    if parameters:
-        rows += [f"params.{path}: it is not finite itself" for path in parameters]
-        mend = "They were so before this step, and no step fixes them: load an earlier checkpoint."
-        return report("train step refused: parameters are not finite.", rows, mend)
-    rows += [f"params.{path}: its gradient is not finite" for path in squares.not_finite()]
-    mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
-    return report("train step refused: loss or gradients are not finite.", rows, mend)
-
-
-def _refusal_of_count(number: int, count: float) -> str:
-    """Explain a count that is no divisor of a mean."""
-    if is_full(count):
-        mend = "The state is as before. Raise capacity=, or drop the excess tokens: Experts(capacity=..., drop=True)."
-        return report(f"train step refused: {FULL}.", [f"step {number}"], mend)
-    row = f"step {number}: the counts of all microbatches and data ranks sum to {count:g}"
-    if count == 0:
-        rule = "no token of this batch counts, so its loss has no mean."
-        mend = "Skip such batches before you call the step."
-    else:
-        rule = f"the count of this batch is {count:g}."
-        mend = "Return (sum, count) with the number of tokens that count."
-    return report(f"train step refused: {rule}", [row], f"The state is as before. {mend}")
 
 
 def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:

@@ -1,21 +1,29 @@
-"""The verdict on a step: a code that the device computes, equal on all ranks, and its copy to the host."""
+"""The verdict on a step: a code that the device computes, equal on all ranks, its error, and its copy to the host."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsharding.base import _compat, devices
-from fsharding.base.errors import FshardingError
+from fsharding.base.calls import call_as
+from fsharding.base.errors import FshardingError, NonFiniteError, report
 from fsharding.formats.precision import LossScale
+from fsharding.mesh.device_mesh import Mesh, everyone
+from fsharding.mesh.failures import unlike_ranks
+from fsharding.mesh.unit_order import UnitOrder
+from fsharding.ops.capacity import FULL, is_full
+from fsharding.optim.clip import LeafSquares
+from fsharding.transforms.value_and_grad import is_divisor
 
-__all__ = ["GOOD", "REFUSED", "SKIPPED", "UNLIKE", "PendingVerdict", "verdict_of"]
+__all__ = ["GOOD", "REFUSED", "SKIPPED", "UNLIKE", "PendingVerdict", "Refusal", "verdict_of"]
 
 # Ordered by severity: a step has the largest code that applies.
 GOOD = 0
@@ -35,6 +43,57 @@ def verdict_of(
     # A smaller scale can't fix a count, so a step without a positive finite one is refused at any scale.
     hopeless = weighted.logical_not() | (scale <= loss_scale.least)
     return torch.maximum(wrong * (hopeless * (REFUSED - SKIPPED) + SKIPPED), unlike)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The numbers that the error of a refused step shows."""
+
+    # It is kept until the host reads the verdict, so it refers to norms and numbers and never to gradients.
+
+    number: Tensor  # of the step
+    loss: Tensor
+    norm: Tensor
+    count: Tensor
+    squares: LeafSquares  # of the gradients
+    order: UnitOrder | None  # of the step's units; None if one rank is alone
+    mesh: Mesh
+    parameters: Sequence[str] = ()  # paths of those that were not finite before the step
+
+    def error(self, code: int) -> FshardingError:
+        """Make the error of a refused step, or of ranks that did different things in it."""
+        if code == UNLIKE:
+            assert self.order is not None
+            return call_as("train step", unlike_ranks, self.mesh, everyone(self.mesh).ranks, self.order)
+        return NonFiniteError(call_as("train step", self._text))
+
+    def _text(self) -> str:
+        """Name the step and the cause: parameters that are not finite, its count, or else every such gradient."""
+        if not self.parameters and not bool(is_divisor(self.count)):
+            return _refusal_of_count(int(self.number), float(self.count))
+        rows = [f"step {int(self.number)}: loss {float(self.loss)}, gradient norm {float(self.norm)}"]
+        if self.parameters:
+            rows += [f"params.{path}: it is not finite itself" for path in self.parameters]
+            mend = "They were so before this step, and no step fixes them: load an earlier checkpoint."
+            return report("train step refused: parameters are not finite.", rows, mend)
+        rows += [f"params.{path}: its gradient is not finite" for path in self.squares.not_finite()]
+        mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
+        return report("train step refused: loss or gradients are not finite.", rows, mend)
+
+
+def _refusal_of_count(number: int, count: float) -> str:
+    """Explain a count that is no divisor of a mean."""
+    if is_full(count):
+        mend = "The state is as before. Raise capacity=, or drop the excess tokens: Experts(capacity=..., drop=True)."
+        return report(f"train step refused: {FULL}.", [f"step {number}"], mend)
+    row = f"step {number}: the counts of all microbatches and data ranks sum to {count:g}"
+    if count == 0:
+        rule = "no token of this batch counts, so its loss has no mean."
+        mend = "Skip such batches before you call the step."
+    else:
+        rule = f"the count of this batch is {count:g}."
+        mend = "Return (sum, count) with the number of tokens that count."
+    return report(f"train step refused: {rule}", [row], f"The state is as before. {mend}")
 
 
 class PendingVerdict:

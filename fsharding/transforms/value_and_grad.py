@@ -28,7 +28,7 @@ from fsharding.comm.leaf_wires import TreeLeaf, check_patterns, wires_of
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.comm.wires import Plain
-from fsharding.formats.precision import FP32, Precision, check_precision
+from fsharding.formats.precision import FP32, Precision, check_precision, scaled_loss
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost, order_here
@@ -235,8 +235,8 @@ def loss_and_grads(
     tape = Tape(params, to, options)
     try:
         with naming_lost(options.caller, tape.mesh):
-            with watching_capacity() as notes:
-                loss = _take_apart(tape.forward(fn, *args), has_aux)
+            with torch.enable_grad(), watching_capacity() as notes:
+                loss = _take_apart(tape.forward(fn, *args), has_aux, options.scale)
             if (order := order_here()) is not None:
                 order.end("forward")
             if first is not None:
@@ -262,8 +262,7 @@ def global_loss(
 ) -> tuple[Loss, Any]:
     """Compute the loss alone: each unit is gathered, used and released, and nothing is kept for backward."""
     # Without targets nothing requires a gradient, so autograd saves nothing.
-    spec = tree.flatten(params)[1]
-    frozen = GradsTo(tree.unflatten(spec, [None] * spec.num_leaves))
+    frozen = GradsTo(tree.map(lambda _: None, params))
     options = RunOptions(precision, key, caller="fs.evaluate")
     sums = loss_and_grads(fn, params, args, frozen, options, has_aux=has_aux)
     return Loss(sums.loss.float(), sums.count.float()), sums.aux
@@ -453,7 +452,7 @@ def _on(mesh: Mesh | None) -> Any:
     return set_mesh(mesh) if mesh is not None else torch.enable_grad()
 
 
-def _take_apart(result: Any, has_aux: bool) -> _Loss:
+def _take_apart(result: Any, has_aux: bool, scale: Tensor | None) -> _Loss:
     if has_aux and (not is_pair(result) or isinstance(result, Loss)):
         mend = "Return (loss, aux), or leave has_aux out."
         raise TransformError(message(f"needs (loss, aux); got {results_text(result)}.", mend=mend))
@@ -468,7 +467,7 @@ def _take_apart(result: Any, has_aux: bool) -> _Loss:
             count = count.to(total.device, torch.float64).detach()
         else:
             count = torch.full((), count, dtype=torch.float64, device=total.device)
-    return _Loss(total, count, aux)
+    return _Loss(scaled_loss(total, scale), count, aux)
 
 
 def _mend(total: Any) -> str:
