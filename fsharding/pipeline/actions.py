@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from fsharding.base.errors import ScheduleError, message
 from fsharding.base.public import public
 
-__all__ = ["COMPUTES", "KINDS", "MESSAGES", "Action", "Kind", "Owner", "Table", "needs", "partner", "peer"]
+__all__ = [
+    "COMPUTES", "KINDS", "MESSAGES", "Action", "Kind", "Owner", "Table", "blocked", "needs", "partner", "peer",
+    "send_of",
+]  # fmt: skip
 
 Kind: TypeAlias = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "SCATTER"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -111,6 +115,15 @@ def peer(action: Action, owner: Owner) -> int:
     return owner[partner(action).stage]
 
 
+def send_of(action: Action, owner: Owner) -> Action | None:
+    """Return the send of a compute action whose result goes to a different rank, else None."""
+    kind, stage, microbatch = action
+    to = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(kind, -1)
+    if not 0 <= to < len(owner) or owner[to] == owner[stage]:
+        return None
+    return Action("SEND_F" if kind == "F" else "SEND_B", stage, microbatch)
+
+
 def needs(action: Action, owner: Owner) -> tuple[tuple[Action, ...], ...]:
     """Return the prerequisites of an action on its rank, each as a tuple of alternatives."""
     # If the neighbor stage is on the same rank, there is no message, and its compute action replaces the receive.
@@ -138,3 +151,17 @@ def needs(action: Action, owner: Owner) -> tuple[tuple[Action, ...], ...]:
 def _backward(stage: int, microbatch: int | None) -> tuple[Action, Action]:
     """Return the alternatives that compute the gradient of a stage's inputs."""
     return Action("B", stage, microbatch), Action("I", stage, microbatch)
+
+
+def blocked(table: Table, step: Callable[[int, Action], bool]) -> list[tuple[int, Action]]:
+    """Run `step(rank, action)` on all rows while it returns True; return the ranks that are left, at which action."""
+    at = [0] * len(table)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(table):
+            start = at[rank]
+            while at[rank] < len(row) and step(rank, row[at[rank]]):
+                at[rank] += 1
+            moved |= at[rank] > start
+    return [(rank, row[at[rank]]) for rank, row in enumerate(table) if at[rank] < len(row)]

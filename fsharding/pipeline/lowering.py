@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from fsharding.pipeline.actions import MESSAGES, Action, Owner, Table, partner, peer
+from fsharding.pipeline.actions import MESSAGES, Action, Owner, Table, needs, partner, peer, send_of
 from fsharding.pipeline.simulation import Durations, Timeline, simulate
 
 __all__ = ["Frequency", "late", "lower"]
@@ -64,8 +64,8 @@ def _due(action: Action, held: Sequence[Action], owner: Owner) -> list[Action]:
     """Return the receives due before an action: all of a send's rank pair, or the one it uses and those before it."""
     if action.kind in MESSAGES:
         return [a for a in held if peer(a, owner) == peer(action, owner)]
-    way = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(action.kind)
-    used = next((i for i, a in enumerate(held) if a == (way, action.stage, action.microbatch)), None)
+    needed = {choice for choices in needs(action, owner) for choice in choices}
+    used = next((i for i, a in enumerate(held) if a in needed), None)
     if used is None:
         return []
     return [a for a in held[: used + 1] if peer(a, owner) == peer(held[used], owner)]
@@ -81,7 +81,7 @@ def _messages(owner: Owner, timeline: Timeline, computes: Table, ahead: int) -> 
     pairs: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for rank, row in enumerate(timeline.spans):
         for span in row:
-            send = _send(span.action, owner)
+            send = send_of(span.action, owner)
             if send is not None:
                 other = owner[partner(send).stage]
                 pairs[min(rank, other), max(rank, other)].append(_Message(span.end, rank, send))
@@ -95,15 +95,6 @@ def _messages(owner: Owner, timeline: Timeline, computes: Table, ahead: int) -> 
                 for slot, m in zip(slots, messages, strict=True)
             ]
     return entries
-
-
-def _send(action: Action, owner: Owner) -> Action | None:
-    """Return the send of a compute action whose result goes to a different rank, else None."""
-    kind, stage, microbatch = action
-    to = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(kind, -1)
-    if not 0 <= to < len(owner) or owner[to] == owner[stage]:
-        return None
-    return Action("SEND_F" if kind == "F" else "SEND_B", stage, microbatch)
 
 
 def _slots(rank: int, messages: list[_Message], place: dict[Action, int], ahead: int) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsharding.base.errors import ScheduleError, message
-from fsharding.pipeline.actions import COMPUTES, Action, Owner, Table
+from fsharding.pipeline.actions import COMPUTES, MESSAGES, Action, Owner, Table, blocked, needs, partner, send_of
 
 __all__ = ["Durations", "Span", "Timeline", "in_flight", "simulate"]
 
@@ -115,83 +116,37 @@ def in_flight(table: Table) -> tuple[int, ...]:
 
 def simulate(owner: Owner, table: Table, durations: Durations) -> Timeline:
     """Run a table on simulated ranks; if it has no messages, each result is sent as soon as it is computed."""
-    run = _Run(owner, table, durations)
-    at = [0] * len(table)
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(table):
-            start = at[rank]
-            while at[rank] < len(row) and run.step(rank, row[at[rank]]):
-                at[rank] += 1
-            moved |= at[rank] > start
-    rows = [f"rank {rank} waits at {row[at[rank]]}" for rank, row in enumerate(table) if at[rank] < len(row)]
-    if rows:
+    has_messages = any(action.kind in MESSAGES for row in table for action in row)
+    clocks = [0.0] * len(table)
+    spans: list[list[Span]] = [[] for _ in table]
+    there: dict[Action, float] = {}  # by compute or receive: the time from which its rank has the result
+
+    def step(rank: int, action: Action) -> bool:
+        begin = clocks[rank]
+        if action.kind in COMPUTES:
+            ready = [
+                min((there[x] for x in choices if x in there), default=math.inf) for choices in needs(action, owner)
+            ]
+            begin = max([begin, *ready])
+            if begin == math.inf:
+                return False
+            clocks[rank] = there[action] = begin + durations.of(action)
+        send = action if action.kind.startswith("SEND") else None if has_messages else send_of(action, owner)
+        if send is not None:
+            there[partner(send)] = clocks[rank] + durations.send
+        spans[rank].append(Span(action, begin, clocks[rank]))
+        return True
+
+    def with_latency(span: Span) -> Span:
+        """End a message when it arrives, which only the end of the simulation tells."""
+        if span.action.kind not in MESSAGES:
+            return span
+        received = span.action if span.action.kind.startswith("RECV") else partner(span.action)
+        return span._replace(end=max(span.begin, there[received]))
+
+    if rows := [f"rank {rank} waits at {action}" for rank, action in blocked(table, step)]:
         mend = "Order F after F of the previous stage, B or I after B or I of the next stage, and W after I."
         raise ScheduleError(message("never ends: these ranks wait forever.", rows, mend))
     busy = tuple(sum(map(durations.of, row)) for row in table)
-    spans = tuple(tuple(run.with_latency(span) for span in row) for row in run.spans)
-    return Timeline(spans, durations, max(run.clocks, default=0.0), busy, in_flight(table))
-
-
-class _Run:
-    """The ranks of a simulation: a clock each, and the arrival time of each result."""
-
-    def __init__(self, owner: Owner, table: Table, durations: Durations):
-        self.owner = owner
-        self.durations = durations
-        self.by_itself = not any(action.kind.startswith("SEND") for row in table for action in row)
-        self.clocks = [0.0] * len(table)
-        self.spans: list[list[Span]] = [[] for _ in table]
-        self.done: set[Action] = set()
-        self.arrived: dict[tuple[str, int, int | None], float] = {}
-
-    def step(self, rank: int, action: Action) -> bool:
-        """Run an action; return False if it must wait for another rank first."""
-        begin = self.clocks[rank]
-        kind, stage, microbatch = action
-        if kind in COMPUTES:
-            ready = self._arrival(action)
-            if ready is None:
-                return False
-            begin = max(begin, ready)
-            self.clocks[rank] = begin + self.durations.of(action)
-            self.done.add(action)
-            self._hand_over(action)
-        elif kind.startswith("SEND"):
-            to = stage + 1 if kind == "SEND_F" else stage - 1
-            self.arrived[kind[-1], to, microbatch] = begin + self.durations.send
-        self.spans[rank].append(Span(action, begin, self.clocks[rank]))
-        return True
-
-    def _arrival(self, action: Action) -> float | None:
-        """Return the arrival time of a compute action's inputs; None if they haven't been sent."""
-        kind, stage, microbatch = action
-        if kind == "F":
-            return 0.0 if stage == 0 else self.arrived.get(("F", stage, microbatch))
-        if Action("I" if kind == "W" else "F", stage, microbatch) not in self.done:
-            return None
-        if kind == "W" or stage == len(self.owner) - 1:
-            return 0.0
-        return self.arrived.get(("B", stage, microbatch))
-
-    def _hand_over(self, action: Action) -> None:
-        """Pass a result to the neighbor stage on the same rank; if the table has no messages, on any rank."""
-        step = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
-        to = action.stage + step
-        if step == 0 or not 0 <= to < len(self.owner):
-            return
-        here = self.owner[action.stage]
-        local = self.owner[to] == here
-        if local or self.by_itself:
-            name = "F" if step > 0 else "B"
-            self.arrived[name, to, action.microbatch] = self.clocks[here] + (0.0 if local else self.durations.send)
-
-    def with_latency(self, span: Span) -> Span:
-        """Return the span of a message with its arrival as its end."""
-        kind, stage, microbatch = span.action
-        if kind.startswith("SEND"):
-            return span._replace(end=span.begin + self.durations.send)
-        if kind.startswith("RECV"):
-            return span._replace(end=max(span.begin, self.arrived[kind[-1], stage, microbatch]))
-        return span
+    rows_of_spans = tuple(tuple(map(with_latency, row)) for row in spans)
+    return Timeline(rows_of_spans, durations, max(clocks, default=0.0), busy, in_flight(table))

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from fsharding.pipeline.actions import COMPUTES, KINDS, MESSAGES, Action, Kind, Owner, Table, needs, partner, peer
+from fsharding.pipeline.actions import COMPUTES, KINDS, MESSAGES, Action, Owner, Table, blocked, needs, partner, peer
 
 __all__ = ["compute_faults", "faults"]
-
-_BEFORE: tuple[Kind, ...] = ("RECV_F", "SEND_B")  # messages with the previous stage
-_AFTER: tuple[Kind, ...] = ("SEND_F", "RECV_B")  # messages with the next stage
 
 
 def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
@@ -97,11 +94,10 @@ def _unsent(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
             if peer(action, owner) == rank:
                 yield f"rank {rank}: {action} is not needed, both stages are on this rank"
         for stage in (stage for stage, at in enumerate(owner) if at == rank):
-            before: tuple[Kind, ...] = _BEFORE if stage > 0 and owner[stage - 1] != rank else ()
-            after: tuple[Kind, ...] = _AFTER if stage < len(owner) - 1 and owner[stage + 1] != rank else ()
-            for m in range(microbatches):
-                missing = [action for kind in (*before, *after) if (action := Action(kind, stage, m)) not in there]
-                yield from (f"rank {rank}: {action} is missing" for action in missing)
+            for action in (Action(kind, stage, m) for m in range(microbatches) for kind in sorted(MESSAGES)):
+                other = partner(action).stage
+                if 0 <= other < len(owner) and owner[other] != rank and action not in there:
+                    yield f"rank {rank}: {action} is missing"
 
 
 def _disordered(owner: Owner, table: Table) -> Iterator[str]:
@@ -196,7 +192,6 @@ def _endless(owner: Owner, table: Table) -> list[str]:
     posted = [defaultdict[int, list[Action]](list) for _ in table]  # by rank, then by the rank at the other end
     done: dict[tuple[int, int], int] = defaultdict(int)  # number of finished messages of each pair
     over: set[Action] = set()
-    at = [0] * len(table)
 
     def settle(rank: int, other: int) -> None:
         mine = posted[rank][other]
@@ -213,15 +208,7 @@ def _endless(owner: Owner, table: Table) -> list[str]:
             settle(rank, other)
         return all(any(c in over or c.kind not in MESSAGES for c in choices) for choices in needs(action, owner))
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(table):
-            start = at[rank]
-            while at[rank] < len(row) and step(rank, row[at[rank]]):
-                at[rank] += 1
-            moved |= at[rank] > start
-    rows = [f"rank {rank} waits forever at {row[at[rank]]}" for rank, row in enumerate(table) if at[rank] < len(row)]
+    rows = [f"rank {rank} waits forever at {action}" for rank, action in blocked(table, step)]
     for rank, others in enumerate(posted):
         for other, mine in others.items():
             n = done[min(rank, other), max(rank, other)]
