@@ -306,21 +306,21 @@ def offences_of_measures(module: Module) -> list[str]:
 LINES = {
     "": 293,
     "base": 2_586,
-    "formats": 1_642,
+    "formats": 1_635,
     "mesh": 3_364,
-    "sharding": 3_531,
-    "comm": 5_007,
-    "ops": 3_055,
-    "transforms": 4_345,
+    "sharding": 3_526,
+    "comm": 4_971,
+    "ops": 3_054,
+    "transforms": 4_306,
     "optim": 3_528,
     "models": 1_900,
-    "pipeline": 2_197,
-    "train": 4_740,
+    "pipeline": 2_157,
+    "train": 4_695,
     "checkpoint": 4_316,
     "foreign": 1_580,
-    "interop": 5_044,
+    "interop": 4_974,
     "testing": 1_491,
-    "contrib": 3_675,
+    "contrib": 3_636,
     "apps": 3_248,
 }
 ABOVE_THE_CORE = {"apps", "contrib"}
@@ -329,14 +329,14 @@ ABOVE_THE_CORE = {"apps", "contrib"}
 COUNTS = {
     "arrows between rooms": 86,
     "floors": 12,
-    "files that name a memory kind": 13,
+    "files that name a memory kind": 9,
     "files that know low precision": 16,
     "records of a leaf and where it is": 13,
     "functions of nine parameters or more": 9,
     "functions of more than 80 lines": 0,
     "marks of public names": 0,
 }
-COMMENTS = 1016
+COMMENTS = 1017
 
 LOW_PRECISION = re.compile(r"\b(Blocks|Quantized|CodedMoment|is_coded|columnwise|plan_scales|CodePlan|amax)\b")
 MEMORY_KINDS = {"host", "disk"}
