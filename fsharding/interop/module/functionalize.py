@@ -19,10 +19,10 @@ from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
 from fsharding.interop.hf.naming import renumbered
 from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset
+from fsharding.interop.module.layers import LayerRoles, Roles
 from fsharding.interop.module.planning import ModuleOptions, ModulePlan, check_module, check_units, plan_of
 from fsharding.interop.module.runtime import Engine, Run
 from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested
-from fsharding.interop.module.tensor_parallel import LayerRoles, Roles
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding.partition_spec import AxisRules
 from fsharding.transforms import policies
@@ -64,8 +64,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         """Open the engine of a plan; `functionalize` calls this."""
         anatomy = plan.anatomy
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
-        order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
-        self._order: list[int] = order
+        self._paths, self._structure = tree.flatten(nested({path: path for path in sources}))
         self._engine = Engine(plan)
         self._engine.open()
         buffers, of_state = self._engine.persistent()
@@ -221,16 +220,13 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             raise ConfigError(message("needs the buffers that the forward writes.", missing, mend))
         return named | constants
 
-    def _leaves(self, params: Tree) -> list[Any]:
-        """List the leaves in the order of the anatomy."""
-        result: list[Any] = [None] * len(self._order)
+    def _leaves(self, params: Tree) -> dict[str, Any]:
+        """Return the leaves by path."""
         # A tree without a single known path is a swapped argument; one that differs in a few fails in `flatten_up_to`.
-        if {*tree.paths(params)}.isdisjoint(leaf.path for leaf in self.anatomy.leaves):
+        if {*tree.paths(params)}.isdisjoint(self._paths):
             mend = "Pass the parameters first, then the module's inputs: net(params, x)."
             raise refuse("parameters, then the module's inputs", params, mend)
-        for number, leaf in zip(self._order, tree.flatten_up_to(self._structure, params), strict=True):
-            result[number] = leaf
-        return result
+        return dict(zip(self._paths, tree.flatten_up_to(self._structure, params), strict=True))
 
     def __str__(self) -> str:
         return f"PureModule of {type(self._engine.plan.module).__name__}, {self.anatomy}"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fsharding import ops
 from fsharding.base.tree import Tree
 from fsharding.interop.hf.naming import EXPERTS, Joined, Name
+from fsharding.interop.module.layers import Role, Roles
 from fsharding.interop.module.structure import NameTable
-from fsharding.interop.module.tensor_parallel import Role, Roles
 from fsharding.mesh.device_mesh import axis_size
 from fsharding.sharding.partition_spec import DimName
 

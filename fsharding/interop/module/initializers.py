@@ -23,8 +23,7 @@ from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.leaf_plan import type_text
 
 __all__ = [
-    "LazyLeaf", "Reset", "generator_bytes", "lazy_leaves", "random_state", "real_buffers", "reseed", "seed_of",
-    "seeded", "set_random_state",
+    "LazyLeaf", "Reset", "generator_bytes", "lazy_leaves", "real_buffers", "seed_of", "seeded",
 ]  # fmt: skip
 
 Reset: TypeAlias = Callable[[nn.Module], object]
@@ -46,21 +45,10 @@ def seeded(seed: int | None, device: torch.device | str = "cpu") -> Generator[No
     device = torch.device(device)
     here = devices.is_here(device.type)
     with torch.random.fork_rng(devices=[device] if here else [], device_type=device.type if here else "cuda"):
-        reseed(seed, device)
+        torch.default_generator.manual_seed(seed)
+        if here:
+            torch.get_device_module(device).manual_seed(seed)
         yield
-
-
-def reseed(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of a device."""
-    torch.default_generator.manual_seed(seed)
-    if devices.is_here(device.type):
-        torch.get_device_module(device).manual_seed(seed)
-
-
-def random_state(device: torch.device) -> Tensor:
-    """Return the state of a device's generator; it changes with every random operation."""
-    module = torch.get_device_module(device) if devices.is_here(device.type) else None
-    return torch.get_rng_state() if module is None else module.get_rng_state(device)
 
 
 def generator_bytes(device: torch.device) -> bytes | None:
@@ -69,15 +57,9 @@ def generator_bytes(device: torch.device) -> bytes | None:
     if _compat.makes_fakes() or devices.is_capturing(device):
         return None
     with _functorch.outside_transforms():
-        return random_state(device).numpy().tobytes()
-
-
-def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Restore the state of a device's generator."""
-    if devices.is_here(device.type):
-        torch.get_device_module(device).set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+        module = torch.get_device_module(device) if devices.is_here(device.type) else None
+        state = torch.get_rng_state() if module is None else module.get_rng_state(device)
+        return state.numpy().tobytes()
 
 
 @dataclass(frozen=True)

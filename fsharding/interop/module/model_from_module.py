@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,11 +26,11 @@ from fsharding.base.tree import Tree
 from fsharding.interop.hf.comparison import config_of_module
 from fsharding.interop.module.hf_tables import Parts, family_of
 from fsharding.interop.module.initializers import LazyLeaf, Reset
+from fsharding.interop.module.layers import Bare, Roles
 from fsharding.interop.module.mutation_guard import unlike_blocks
 from fsharding.interop.module.planning import ModuleOptions, ModulePlan, check_module, check_units, plan_of
 from fsharding.interop.module.runtime import Engine, computing
 from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested
-from fsharding.interop.module.tensor_parallel import Bare, Roles
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.models.model import Model
 from fsharding.sharding.leaf_plan import type_text
@@ -39,35 +39,29 @@ from fsharding.sharding.partition_spec import AxisRules
 __all__ = ["model_from_module"]
 
 
-class _Places(NamedTuple):
-    """Where a part finds its weights: name in the module to path in the part's tree, and tied ones."""
-
-    paths: dict[str, str]
-    tied: dict[str, str]
-
-
 class _Run(NamedTuple):
     """Consecutive blocks with the same parameters: a stack of the model."""
 
     name: str  # of the stack, if the model has several
     members: tuple[str, ...]  # paths of the blocks; the first one runs for all
-    places: _Places  # of the first block's weights, below a row of the stack
+    paths: dict[str, str]  # of the first block's weights below a row of the stack, by name in the module
     rows: dict[str, tuple[str, slice]]  # for each leaf of the anatomy its path in the stack, and the rows of it
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The leaves of a module by part, with paths relative to the part."""
+    """The weights of a module by part: for each name in the module, the path of its leaf."""
 
     anatomy: Anatomy
-    embed: _Places
+    embed: dict[str, str]
     runs: tuple[_Run, ...]
-    head: _Places
+    head: dict[str, str]
+    tied: dict[str, str]  # weights of the head that are leaves of the embedding
 
     def spread(self, values: Mapping[str, Any], rows_of: Callable[[Any, slice], Any]) -> Tree:
         """Build a tree of `embed`, `blocks` and `head` from a value per leaf of the anatomy."""
         ends = {"embed": self.embed, "head": self.head}
-        result = {name: nested({path: values[path] for path in end.paths.values()}) for name, end in ends.items()}
+        result = {name: nested({path: values[path] for path in end.values()}) for name, end in ends.items()}
         rows = {run.name: {b: rows_of(values[path], r) for path, (b, r) in run.rows.items()} for run in self.runs}
         stacks = {name: nested(leaves) for name, leaves in rows.items()}
         return result | {"blocks": stacks if len(stacks) > 1 else next(iter(stacks.values()))}
@@ -153,7 +147,7 @@ def _model(planned: ModulePlan, parts: Parts) -> Model:
 
     def block(run: _Run) -> Callable[..., Any]:
         layer = engine.module.get_submodule(run.members[0])
-        return _part(engine, functools.partial(parts.block, engine.module, layer), run.places)
+        return _part(engine, functools.partial(parts.block, engine.module, layer), run.paths)
 
     over = ("pp", "cp") if parts.cp else ("pp",)
 
@@ -167,9 +161,9 @@ def _model(planned: ModulePlan, parts: Parts) -> Model:
         init=init,
         embed=_part(engine, functools.partial(parts.embed, engine.module), plan.embed),
         block=blocks if len(blocks) > 1 else next(iter(blocks.values())),
-        head=_part(engine, functools.partial(parts.head, engine.module), plan.head),
+        head=_part(engine, functools.partial(parts.head, engine.module), plan.head, plan.tied),
         names=plan.spread({leaf.path: leaf.names for leaf in plan.anatomy.leaves}, lambda names, _: names),
-        tied=tuple((name, f"embed.{path}") for name, path in plan.head.tied.items()),
+        tied=tuple((name, f"embed.{path}") for name, path in plan.tied.items()),
         axes=("cp", "tp") if parts.cp else ("tp",),
         check=check,
         config=config_of_module(planned.module),
@@ -205,14 +199,16 @@ def _over_cp(
     return ops.attention(query, key, value, causal=is_causal, scale=scale)
 
 
-def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[..., Any]:
-    """Make a part a function of its parameters."""
+def _part(
+    engine: Engine, fn: Callable[..., Any], paths: Mapping[str, str], tied: Collection[str] = ()
+) -> Callable[..., Any]:
+    """Make a part a function of its parameters; tied ones are in them by name."""
     bare = Bare(engine.module, fn)
 
     @_compat.outside_of_graphs
     def run(params: Tree, *args: Any) -> Any:
-        weights = {f"inner.{name}": tree.at(params, path) for name, path in places.paths.items()}
-        weights |= {f"inner.{name}": params[name] for name in places.tied}
+        weights = {f"inner.{name}": tree.at(params, path) for name, path in paths.items()}
+        weights |= {f"inner.{name}": params[name] for name in tied}
         attending = _Attending() if axis_size("cp") > 1 else nullcontext()
         with engine.guard(weights.values(), keyed=False), computing(None), attending:
             return torch.func.functional_call(bare, weights, args, tie_weights=False)
@@ -236,8 +232,7 @@ def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
     wrong += [f"there is no unit {side} the blocks" for side, end in sides if blocks and not end]
     wrong += [f"{x.path} is frozen" for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable]
     of_blocks = (weight for unit in units if unit.stack is not None for weight in unit.weights)
-    tied = {w.name: anatomy.leaves[w.leaf].path for w in of_blocks if w.row is None}
-    wrong += [f"{name} of a block is tied to {path}" for name, path in tied.items()]
+    wrong += [f"{w.name} of a block is tied to {w.leaf}" for w in of_blocks if w.row is None]
     known_as: dict[int, list[str]] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         known_as.setdefault(id(child), []).append(path)
@@ -247,34 +242,25 @@ def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
         mend = "Pass units=(before, 'layers.*', after) with all parameters; freeze leaves with plan_layout(frozen=...)."
         raise ConfigError(message("needs units for an embedding, one stack of blocks, and a head.", wrong, mend))
     # A leaf of both ends is stored in the embedding; the head receives it as a tied leaf.
-    known = {weight.leaf for unit in ends[0] for weight in unit.weights}
-    runs = _runs(anatomy, units[first : last + 1], stacks[0] or "")
-    return _Plan(anatomy, _places(anatomy, ends[0], set()), runs, _places(anatomy, ends[1], known))
+    embed, head = ({w.name: w.leaf for unit in end for w in unit.weights} for end in ends)
+    tied = {name: path for name, path in head.items() if path in embed.values()}
+    own = {name: path for name, path in head.items() if name not in tied}
+    return _Plan(anatomy, embed, _runs(units[first : last + 1], stacks[0] or ""), own, tied)
 
 
-def _runs(anatomy: Anatomy, blocks: Sequence[ModuleUnit], stack: str) -> tuple[_Run, ...]:
+def _runs(blocks: Sequence[ModuleUnit], stack: str) -> tuple[_Run, ...]:
     """Split the blocks of a stack into runs of consecutive blocks with the same parameters."""
 
-    def kind(numbered: tuple[int, ModuleUnit]) -> list[int]:
+    def kind(numbered: tuple[int, ModuleUnit]) -> list[str]:
         return [weight.leaf for weight in numbered[1].weights]
 
     runs: list[_Run] = []
     for _, group in itertools.groupby(enumerate(blocks), key=kind):
         numbers, units = zip(*group, strict=True)
-        weights = [(w, anatomy.leaves[w.leaf].path) for w in units[0].weights]
-        below = {path: path.removeprefix(f"{stack}.") for _, path in weights}
-        places = _Places({w.name: below[path] for w, path in weights}, {})
-        rows = {path: (below[path], slice(w.row, w.row + len(units))) for w, path in weights if w.row is not None}
+        below = {w.leaf: w.leaf.removeprefix(f"{stack}.") for w in units[0].weights}
+        paths = {w.name: below[w.leaf] for w in units[0].weights}
+        starts = {w.leaf: w.row for w in units[0].weights if w.row is not None}
+        rows = {path: (below[path], slice(row, row + len(units))) for path, row in starts.items()}
         members = tuple(member for unit in units for member in unit.members)
-        runs.append(_Run(f"from_{numbers[0]}", members, places, rows))
+        runs.append(_Run(f"from_{numbers[0]}", members, paths, rows))
     return tuple(runs)
-
-
-def _places(anatomy: Anatomy, units: Sequence[ModuleUnit], elsewhere: set[int]) -> _Places:
-    """Find the paths of the weights of embed or head; leaves stored elsewhere are tied."""
-    weights = [weight for unit in units for weight in unit.weights]
-    paths = {w.name: anatomy.leaves[w.leaf].path for w in weights}
-    return _Places(
-        {w.name: paths[w.name] for w in weights if w.leaf not in elsewhere},
-        {w.name: paths[w.name] for w in weights if w.leaf in elsewhere},
-    )

@@ -6,10 +6,15 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fsharding.base import _compat
 from fsharding.base.errors import ConfigError, message, report
@@ -17,18 +22,18 @@ from fsharding.base.public import refuse
 from fsharding.interop.hf import config_tables
 from fsharding.interop.module.hf_tables import Family, family_of
 from fsharding.interop.module.initializers import Reset
+from fsharding.interop.module.layers import LayerRoles, Roles, check_options, check_roles, layer_roles
 from fsharding.interop.module.probe import unfit_roles
 from fsharding.interop.module.structure import Anatomy, ModuleLeaf, NameTable, Problems, UnitPatterns, plan_module
-from fsharding.interop.module.tensor_parallel import LayerRoles, Roles, check_options, check_roles, layer_roles
-from fsharding.interop.module.written_buffers import check_buffers, refuse_written, written_buffers
 from fsharding.mesh.abstract_mesh import DATA_AXES, AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.leaf_plan import EXPERT, type_text
 from fsharding.sharding.partition_spec import AxisRules, rule_name
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy
 
-__all__ = ["ModuleOptions", "ModulePlan", "check_module", "check_units", "plan_of"]
+__all__ = ["ModuleOptions", "ModulePlan", "check_module", "check_units", "places_of", "plan_of"]
 
 
 class ModuleOptions(NamedTuple):
@@ -65,21 +70,21 @@ class ModulePlan:
         _check_experts(self.anatomy, shape, rules, getattr(getattr(self.module, "config", None), "model_type", ""))
         hindered = [axis for axis in _WHOLE if axis not in over and shape.axis_size(axis) > 1]
         wrong = [f"{axis}={shape.axis_size(axis)}: {_WHOLE[axis]}" for axis in hindered]
-        called_by: dict[int, list[str]] = {}
+        called_by: dict[str, list[str]] = {}
         for weight in (weight for unit in self.anatomy.units for weight in unit.weights):
             called_by.setdefault(weight.leaf, []).append(weight.name)
         cut_heads = False
         cut_weights = set[str]()
-        for i, leaf in enumerate(self.anatomy.leaves):
+        for leaf in self.anatomy.leaves:
             for dim, name in enumerate(leaf.names):
                 called = rule_name(name)
                 axes = [a for a in rules.get(called, ()) if shape.axis_size(a) > 1] if called is not None else []
                 cuts = [a for a in axes if a not in (*DATA_AXES, "pp") or called == EXPERT]
                 if cuts:
                     cut_heads |= called in ("heads", "kv_heads")
-                    cut_weights |= {*called_by[i]} if "tp" in cuts else set()
+                    cut_weights |= {*called_by[leaf.path]} if "tp" in cuts else set()
                     over_axes = f"dim {dim} ({called!r}) over {', '.join(cuts)}"
-                    why = self._uncut(leaf, called_by[i], dim, cuts)
+                    why = self._uncut(leaf, called_by[leaf.path], dim, cuts)
                     kind = type_text(leaf.shape, leaf.dtype)
                     wrong += [f"{leaf.path} is {kind}, {over_axes}: {why}"] if why else []
         heads = {} if self.family is None or not cut_heads else self.family.heads_of(self.module)
@@ -137,9 +142,7 @@ def plan_of(
     names, roles, reset, *_ = options
     patterns = (options.buffers,) if isinstance(options.buffers, str) else tuple(options.buffers)
     problems = Problems()
-    check_buffers(module, patterns, problems)
-    if not carries:
-        refuse_written(module, problems)
+    written = _plan_buffers(module, patterns, problems, carries=carries)
     check_memory(module, problems)
     check_options(module, problems)
     check_roles(module, roles or {}, problems)
@@ -153,7 +156,6 @@ def plan_of(
         reset = reset or getattr(module, family.reset or "", None)
     assert units is not None
     anatomy = plan_module(module, units, names, problems, general=general, ragged=family is not None)
-    written = written_buffers(module, patterns)
     return ModulePlan(module, anatomy, layer_roles(module, roles or {}), reset, family, options, written)
 
 
@@ -177,6 +179,78 @@ def _check_experts(anatomy: Anatomy, shape: AbstractMesh, rules: AxisRules, fami
 def _is_expert(path: str) -> bool:
     """Whether a leaf belongs to routed experts; experts that process every token are called `shared_experts`."""
     return any("expert" in part and not part.startswith("shared_") for part in path.split("."))
+
+
+# ------------------------------------------------------------------------------------------------------------ buffers
+class Place(NamedTuple):
+    """Where a buffer is: a submodule, and its name there."""
+
+    owner: nn.Module
+    key: str
+
+
+def places_of(module: nn.Module) -> dict[str, Place]:
+    """Find the places of all buffers by name; a submodule with several paths counts under the first."""
+    return {
+        joined(path, key): Place(owner, key)
+        for path, owner in module.named_modules()
+        for key, _ in owner.named_buffers(recurse=False, remove_duplicate=False)
+    }
+
+
+def _plan_buffers(module: nn.Module, patterns: Sequence[str], problems: Problems, *, carries: bool) -> tuple[str, ...]:
+    """Name the buffers that a forward writes: of torch's layers in train mode, and matches of the patterns."""
+    _check_hooks(module, problems)
+    places = places_of(module)
+    rows = [f"{p!r} matches no buffer" for p in patterns if not any(fnmatchcase(name, p) for name in places)]
+    written = [
+        name
+        for name, place in places.items()
+        if _is_written(place.owner) or any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    names: dict[int, list[str]] = {}
+    for name in written:
+        names.setdefault(id(getattr(*places[name])), []).append(name)
+    rows += [f"{', '.join(same)} are one tensor" for same in names.values() if len(same) > 1]
+    mend = f"The buffers are {', '.join(places) or 'none'}; make each a separate tensor."
+    problems.add(ConfigError, "cannot find the buffers that a forward writes.", rows, mend)
+    if not carries:  # the parts of a `Model` can't return new values
+        rows = [f"{name} of {type(places[name].owner).__name__}" for name in written]
+        mend = (
+            "Use fs.functionalize, which supports them on meshes without pp, put these modules in eval mode, or use"
+            " modules without running statistics, such as nn.GroupNorm."
+        )
+        problems.add(ConfigError, "does not support buffers that the forward writes.", rows, mend)
+    return tuple(written)
+
+
+def _is_written(owner: nn.Module) -> bool:
+    """Whether a torch module writes its buffers in forward."""
+    tracks = bool(getattr(owner, "track_running_stats", False))
+    return owner.training and (tracks or isinstance(owner, _SpectralNorm))
+
+
+_PRUNED = "make it permanent with torch.nn.utils.prune.remove, or multiply by the mask in a parametrization"
+_HOOKS: dict[type, tuple[str, str]] = {
+    SpectralNorm: ("spectral_norm", "use torch.nn.utils.parametrizations.spectral_norm"),
+    WeightNorm: ("weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
+    BasePruningMethod: ("prune", _PRUNED),
+}
+"""Hooks of `torch.nn.utils` that assign a weight before each forward: their modules, and the replacements."""
+
+
+def _check_hooks(module: nn.Module, problems: Problems) -> None:
+    """Object to hooks that assign a weight to a layer, whose forward wouldn't use the gathered parameters."""
+    found = [
+        (joined(path, getattr(hook, "name", "") or getattr(hook, "_tensor_name", "")), entry)
+        for path, layer in module.named_modules()
+        for hook in layer._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
+        for kind, entry in _HOOKS.items()
+        if isinstance(hook, kind)
+    ]
+    rows = [f"{name} is assigned by torch.nn.utils.{utility}: {instead}" for name, (utility, instead) in found]
+    mend = "Change the layers before the call; torch.nn.utils.parametrize computes weights from parameters in any"
+    problems.add(ConfigError, "cannot run hooks that assign weights.", rows, f"{mend} forward.")
 
 
 # ------------------------------------------------------------------------------------------------ checks of any module

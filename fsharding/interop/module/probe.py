@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsharding.base import tree
-from fsharding.interop.module.tensor_parallel import Role
+from fsharding.interop.module.layers import Role
 from fsharding.sharding import boxes
 
 __all__ = ["unfit_roles"]

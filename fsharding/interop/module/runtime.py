@@ -26,11 +26,10 @@ from fsharding.comm.leaf_memory import device_of
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.interop.module.copying import copy_module
 from fsharding.interop.module.initializers import LazyLeaf, generator_bytes, lazy_leaves, real_buffers, seed_of
+from fsharding.interop.module.layers import Bare, Entrances, install
 from fsharding.interop.module.mutation_guard import Original, Watch
-from fsharding.interop.module.planning import ModulePlan
+from fsharding.interop.module.planning import ModulePlan, places_of
 from fsharding.interop.module.structure import FUNCTION
-from fsharding.interop.module.tensor_parallel import Bare, Entrances, install
-from fsharding.interop.module.written_buffers import places_of, synchronize
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.consistency import checksum
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size, set_mesh
@@ -118,20 +117,21 @@ class Engine:
         for name, value in buffers.items():
             owner, _, last = name.rpartition(".")
             setattr(self.module.get_submodule(owner), last, value)
-        # `synchronize` wraps the forwards that `install` has set; `open`, called later, wraps both.
+        # `open`, called later, wraps the forwards that `install` sets.
         self.entrances: Entrances = install(self.module, plan.roles.roles)
-        synchronize(self.module)
         self.places = places_of(self.module)
-        self.units, self.bodies = anatomy.units, dict[str, Body]()
+        self.units = anatomy.units
         members = (member for unit in anatomy.units for member in unit.members)
         self._inside = {path: {id(part) for part in self.module.get_submodule(path).modules()} for path in members}
-        self.stored = [leaf.dtype for leaf in anatomy.leaves]
+        self.stored = {leaf.path: leaf.dtype for leaf in anatomy.leaves}
         self.leaf_of = {weight.name: weight.leaf for unit in anatomy.units for weight in unit.weights}
         # Idle blocks keep their buffers on the original device: `move` and `begin` would copy what never runs.
         running = {n: m for n, m in self.module.named_modules() if not n.startswith(tuple(f"{b}." for b in idle))}
         self._watch = Watch(running)
         self._home = None
-        self.root = Body(self, Bare(self.module, self.module.__call__), None)
+        # By member, None for the root: the module with its original forward, and the buffers that it uses.
+        self._bare: dict[str | None, Bare] = {None: Bare(self.module, self.module.__call__)}
+        self.buffers: dict[str | None, dict[str, str]] = {None: self._buffers_in(None)}
         self._checksums: dict[str, int] | None = None
         rates = {name: (m, getattr(m, "p", None)) for name, m in self.module.named_modules() if m.training}
         active = {name: m for name, (m, p) in rates.items() if isinstance(p, float) and p > 0}
@@ -148,7 +148,7 @@ class Engine:
         """Return the buffers and tensor attributes that no forward writes, by name. They must be equal on all ranks."""
         return {name: x for name, x in self.tensors().items() if name not in self.plan.written}
 
-    def names_in(self, member: str | None) -> dict[str, str]:
+    def _buffers_in(self, member: str | None) -> dict[str, str]:
         """Map names under `inner` to the buffers that the forward of a member uses; None is the root."""
         # A buffer belongs to the innermost members that contain it, or to the root if none does.
         inner = self.module if member is None else self.module.get_submodule(member)
@@ -189,8 +189,31 @@ class Engine:
         for number, unit in enumerate(self.units):
             for member in unit.members:
                 inner = self.module.get_submodule(member)
-                self.bodies[member] = Body(self, Bare(inner, inner.forward), member)
+                self._bare[member] = Bare(inner, inner.forward)
+                self.buffers[member] = self._buffers_in(member)
                 inner.forward = functools.partial(_enter, number, member)
+
+    def run(
+        self,
+        member: str | None,
+        weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        args: Any,
+        kwargs: Any,
+        seed: int | None,
+        mesh: Mesh | None,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Run the forward of a unit's member, or of the root; return its result and the buffers after it."""
+        device = next((x.device for x in weights.values()), "cpu")
+        cut = 0 if member is None else len(member) + 1
+        places = {inner: name for inner, name in self.buffers[member].items() if name in buffers}
+        named = {f"inner.{name[cut:]}": x for name, x in weights.items()}
+        # Copies, because remat may run it again in backward, with the original buffers.
+        named |= {inner: _compat.copied(buffers[name]) for inner, name in places.items()}
+        with self.entrances.drawing(seed, device), computing(mesh):
+            result = torch.func.functional_call(self._bare[member], named, args, kwargs, tie_weights=False)
+        # `functional_call` stores buffers that the forward assigned in `named`.
+        return result, {name: named[inner] for inner, name in places.items()}
 
     @contextmanager
     def guard(self, leaves: Iterable[Any], *, keyed: bool) -> Generator[None]:
@@ -246,36 +269,6 @@ def _enter(number: int, member: str, /, *args: Any, **kwargs: Any) -> Any:
     return run.enter(number, member, args, kwargs)
 
 
-class Body:
-    """The forward of a unit's member, or of the root, as a function of weights and buffers."""
-
-    # `buffers`: names of the buffers that it uses, by their names under `inner`.
-
-    def __init__(self, engine: Engine, bare: nn.Module, member: str | None) -> None:
-        self._engine, self._bare, self._cut = engine, bare, 0 if member is None else len(member) + 1
-        self.buffers = engine.names_in(member)
-
-    def __call__(
-        self,
-        weights: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        args: Any,
-        kwargs: Any,
-        seed: int | None,
-        mesh: Mesh | None,
-    ) -> tuple[Any, dict[str, Tensor]]:
-        """Run the forward; return its result and the buffers after it."""
-        device = next((x.device for x in weights.values()), "cpu")
-        places = {inner: name for inner, name in self.buffers.items() if name in buffers}
-        named = {f"inner.{name[self._cut :]}": x for name, x in weights.items()}
-        # Copies, because remat may run it again in backward, with the original buffers.
-        named |= {inner: _compat.copied(buffers[name]) for inner, name in places.items()}
-        with self._engine.entrances.drawing(seed, device), computing(mesh):
-            result = torch.func.functional_call(self._bare, named, args, kwargs, tie_weights=False)
-        # `functional_call` stores buffers that the forward assigned in `named`.
-        return result, {name: named[inner] for inner, name in places.items()}
-
-
 def _checksums_text(checksums: Mapping[str, int]) -> str:
     return ", ".join(f"{name} of checksum {number:016x}" for name, number in checksums.items())
 
@@ -287,19 +280,19 @@ class Run:
     # ones, so recomputing it in backward starts from the same values and its new ones are dropped.
 
     def __init__(
-        self, engine: Engine, leaves: list[Any], key: Tensor | None, buffers: Mapping[str, Tensor] | None
+        self, engine: Engine, leaves: Mapping[str, Any], key: Tensor | None, buffers: Mapping[str, Tensor] | None
     ) -> None:
         self._engine = engine
         self._leaves = leaves
         self.buffers = _given(engine, buffers)
         self._inputs = _compute_dtype(engine.stored, leaves) if engine.plan.options.cast_inputs else None
         # A gather recognizes prefetched leaves by the identity of their tensors, so build rows and trees of units once.
-        self._rows: dict[int, Any] = {}
+        self._rows: dict[str, Any] = {}
         self._trees: dict[int, dict[str, Any]] = {}
         # Units of several members keep their weights until the call ends: any member may be called again.
         self._together: dict[int, dict[str, Tensor]] = {}
         self._entered = 0
-        shardings = (typeof(x).sharding for x in leaves if isinstance(x, Local | DTensor))
+        shardings = (typeof(x).sharding for x in leaves.values() if isinstance(x, Local | DTensor))
         self._mesh = next((s.mesh for s in shardings if s is not None), None)
         self._first_seed: int | None = None
         if key is not None:  # data ranks have different tokens and need different masks
@@ -312,10 +305,10 @@ class Run:
         """Run the module."""
         engine = self._engine
         keyed = self._first_seed is not None
-        with engine.guard(self._leaves, keyed=keyed), scoped(_running, self):
+        with engine.guard(self._leaves.values(), keyed=keyed), scoped(_running, self):
             root = self._gather(0)
             args, kwargs = _cast(args, kwargs, self._inputs)
-            result, new = engine.root(root, self.buffers, args, kwargs, self._seed(), self._mesh)
+            result, new = engine.run(None, root, self.buffers, args, kwargs, self._seed(), self._mesh)
         self._keep(new)
         return result
 
@@ -325,8 +318,8 @@ class Run:
 
     def enter(self, number: int, member: str, args: Any, kwargs: Any) -> Any:
         """Run a member of a unit with its weights."""
-        unit = self._engine.units[number]
-        body = self._engine.bodies[member]
+        engine = self._engine
+        unit = engine.units[number]
         args, kwargs = _cast(args, kwargs, self._inputs)
         if len(unit.members) > 1:
             if number not in self._together:
@@ -334,10 +327,10 @@ class Run:
             weights = {n: x for n, x in self._together[number].items() if n.startswith(f"{member}.")}
         else:
             weights = self._gather(number)
-        buffers = {name: self.buffers[name] for name in body.buffers.values() if name in self.buffers}
+        buffers = {name: self.buffers[name] for name in engine.buffers[member].values() if name in self.buffers}
         seed, mesh = self._seed(), self._mesh
         if unit.stack is None:
-            result, new = body(weights, buffers, args, kwargs, seed, mesh)
+            result, new = engine.run(member, weights, buffers, args, kwargs, seed, mesh)
             self._keep(new)
             return result
         # `tensors` must not capture `self`: remat keeps it until backward, and a run holds all gathered weights.
@@ -345,12 +338,12 @@ class Run:
 
         def tensors(weights: Any, buffers: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
             # Only the tensors: remat can't return other values.
-            leaves, spec = tree.flatten(body(weights, buffers, args, kwargs, seed, mesh))
+            leaves, spec = tree.flatten(engine.run(member, weights, buffers, args, kwargs, seed, mesh))
             rest[:] = [spec, [None if isinstance(x, Tensor) else x for x in leaves]]
             return tuple(x for x in leaves if isinstance(x, Tensor))
 
         tensors.__name__ = member
-        found = iter(remat(tensors, policy=self._engine.plan.options.policy)(weights, buffers, args, kwargs))
+        found = iter(remat(tensors, policy=engine.plan.options.policy)(weights, buffers, args, kwargs))
         spec, others = rest
         result, new = tree.unflatten(spec, [next(found) if x is None else x for x in others])
         self._keep(new)
@@ -384,7 +377,7 @@ class Run:
             self._trees[number] = values
         return self._trees[number]
 
-    def _row(self, leaf: int, row: int) -> Any:
+    def _row(self, leaf: str, row: int) -> Any:
         if leaf not in self._rows:
             self._rows[leaf] = unstack_units(self._leaves[leaf])
         return self._rows[leaf][row]
@@ -416,15 +409,15 @@ def _dtype(leaf: Any) -> torch.dtype:
     return (leaf.value if isinstance(leaf, Local) else leaf).dtype
 
 
-def _compute_dtype(stored: Sequence[torch.dtype], leaves: Sequence[Any]) -> torch.dtype | None:
+def _compute_dtype(stored: Mapping[str, torch.dtype], leaves: Mapping[str, Any]) -> torch.dtype | None:
     """Find the dtype to cast floating inputs to; None if parameters have the module's dtypes."""
     # The compute dtype of the running precision. Without one, parameters of a single dtype other than the module's are
     # copies that a precision has cast.
     context = current_context()
     if context is not None and context.cast is not None:
         return context.cast
-    given = [(_dtype(x), was) for x, was in zip(leaves, stored, strict=True) if was.is_floating_point]
-    found = {dtype for dtype, was in given if dtype != was}
+    given = {path: _dtype(leaves[path]) for path, was in stored.items() if was.is_floating_point}
+    found = {dtype for path, dtype in given.items() if dtype != stored[path]}
     return found.pop() if len(found) == 1 else None
 
 

@@ -59,7 +59,7 @@ class Weight:
     """One name of a parameter in a unit, and the place of its value."""
 
     name: str  # in the module, such as `layers.3.attn.weight`
-    leaf: int
+    leaf: str  # path of the leaf
     row: int | None  # of a stacked leaf, else None
 
 
@@ -183,13 +183,13 @@ def plan_module(
     twice = [f"{path}: {rows[0][0]}" for (path, s), rows in sources.items() if (path, not s) in sources]
     problems.add(ConfigError, "got two leaves at one path.", twice, _RENAME)
     leaves = tuple(_leaf(path, rows, stacked) for (path, stacked), rows in sources.items())
-    numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
-    planned: list[ModuleUnit] = []
-    for unit, named in zip(result, uses, strict=True):
-        weights = ((name, *places[id(parameter)]) for name, parameter in named.items())
-        planned.append(replace(unit, weights=tuple(Weight(name, numbers[path], row) for name, path, row in weights)))
+    planned = [
+        replace(unit, weights=tuple(Weight(name, *places[id(parameter)]) for name, parameter in named.items()))
+        for unit, named in zip(result, uses, strict=True)
+    ]
     # If a pattern matched no unit, leaves outside of units may get other paths: check only the leaves of units.
-    known = leaves if is_sure else [leaves[i] for i in sorted({w.leaf for unit in planned[1:] for w in unit.weights})]
+    of_units = {weight.leaf for unit in planned[1:] for weight in unit.weights}
+    known = [leaf for leaf in leaves if is_sure or leaf.path in of_units]
     _check_names(known, names, None if general or not is_sure else leaves, problems)
     problems.refuse()
     return Anatomy(_named(leaves, names), tuple(planned))

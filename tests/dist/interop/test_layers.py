@@ -10,7 +10,7 @@ from torch import nn
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError
-from fsharding.interop.module.tensor_parallel import REPLACED
+from fsharding.interop.module.layers import REPLACED
 from fsharding.testing import assert_trees_close, run_ranks
 
 SIZES = st.sampled_from((3, 2, 4, 5, 1))

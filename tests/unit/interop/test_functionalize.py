@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
+from fsharding.interop.module.layers import layer_roles
 from fsharding.interop.module.planning import ModuleOptions, ModulePlan
-from fsharding.interop.module.tensor_parallel import layer_roles
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import refusal
 from tests.modules import UNITS, VOCAB, Net, Shared, net_parts

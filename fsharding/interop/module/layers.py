@@ -1,13 +1,14 @@
-"""Torch's layers over `tp`: the roles that each can have, and the forwards that replace theirs.
+"""Torch's layers on a mesh: the roles that each can have over `tp`, and the forwards that replace theirs.
 
-Guarantee: outputs and gradients match one rank; an option of a constructor is honored, or refused by name.
+Guarantee: outputs and gradients match one rank, `nn.SyncBatchNorm` over data ranks is the batch norm of their joint
+batch, and an option of a constructor is honored, or refused by name.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -15,12 +16,13 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from fsharding import ops
-from fsharding.base import _compat
 from fsharding.base.errors import ConfigError
-from fsharding.interop.module.initializers import random_state, reseed, seeded, set_random_state
+from fsharding.interop.module.initializers import seeded
 from fsharding.interop.module.structure import Problems, shadowed
+from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import axis_index, axis_size
 from fsharding.ops.embedding import look_up
 from fsharding.sharding import boxes
@@ -140,11 +142,11 @@ class _Unit:
     """The part of a forward that is running: a unit, or the code outside of units."""
 
     seed: int | None = None  # of random operations; None if there must be none
-    devices: tuple[torch.device, ...] = ()  # with the generators that the part may use
+    device: torch.device | str = "cpu"  # with a generator that the part may use
     # inputs of regions by the parent of the columns, before and after `copy_to_tp`
     known: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
     inside: list[nn.Module] = field(default_factory=list)  # parents of columns whose rows have not run yet
-    outside: list[Tensor] = field(default_factory=list)  # generator states from before the region
+    region: ExitStack = field(default_factory=ExitStack)  # restores the generators after the region
     regions: int = 0  # number of regions so far
 
 
@@ -160,11 +162,11 @@ class Entrances:
     @contextmanager
     def drawing(self, seed: int | None, device: torch.device | str) -> Generator[None]:
         """Run a unit in this block, with its own seed."""
-        devices = () if _compat.makes_fakes() else tuple({torch.device("cpu"), torch.device(device)})
         around = self._unit
-        self._unit = _Unit(seed, devices)
+        self._unit = _Unit(seed, device)
         try:
-            with seeded(seed, device):
+            # A forward that raises, or has a column without a row, leaves a region open: close it first.
+            with seeded(seed, device), self._unit.region:
                 yield
         finally:
             self._unit = around
@@ -173,10 +175,8 @@ class Entrances:
         """Begin a region at a column, or continue it."""
         unit = self._unit
         if unit.seed is not None and not unit.inside:
-            unit.outside = [random_state(device) for device in unit.devices]
             number = unit.regions * axis_size("tp") + axis_index("tp") + 1
-            for device in unit.devices:
-                reseed((unit.seed + number * _ODD) % 2**64, device)
+            unit.region.enter_context(seeded((unit.seed + number * _ODD) % 2**64, unit.device))
             unit.regions += 1
         unit.inside += [parent] if parent not in unit.inside else []
 
@@ -185,10 +185,8 @@ class Entrances:
         unit = self._unit
         # Regions of two parents may overlap, such as parallel attention and MLP: restore the generators after both.
         unit.inside = [p for p in unit.inside if p != parent] if parent in unit.inside else []
-        if not unit.inside and unit.outside:
-            for device, state in zip(unit.devices, unit.outside, strict=True):
-                set_random_state(state, device)
-            unit.outside = []
+        if not unit.inside:
+            unit.region.close()
 
     def enter(self, parent: nn.Module, x: Tensor) -> Tensor:
         """Apply `ops.copy_to_tp`, once for each x of a parent."""
@@ -207,7 +205,7 @@ _ODD = 0xD1342543DE82EF95
 
 
 def install(module: nn.Module, roles: Mapping[str, Role]) -> Entrances:
-    """Replace the forwards of the layers that have a role, by path, and of all embeddings."""
+    """Replace the forwards of the layers that have a role, by path, of embeddings, and of norms with statistics."""
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):
             kind = type(layer)
@@ -229,6 +227,7 @@ def install(module: nn.Module, roles: Mapping[str, Role]) -> Entrances:
         else:
             siblings = [child for child in parent.children() if isinstance(child, nn.Linear)]
             vars(layer)["forward"] = functools.partial(_inside, whole, Bare(layer, whole), siblings)
+    _synchronize(module)  # last: it wraps the forwards set above
     return entrances
 
 
@@ -294,3 +293,61 @@ class Bare(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the given function."""
         return self._call(*args, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------- their batch statistics
+def _synchronize(module: nn.Module) -> None:
+    """Replace the forwards of norms with running statistics, and of `nn.SyncBatchNorm` for any device and mesh."""
+    for layer in module.modules():
+        if isinstance(layer, _NormBase) and layer.track_running_stats:
+            vars(layer)["forward"] = functools.partial(_mixed, layer, layer.forward, Bare(layer, layer.forward))
+        if isinstance(layer, nn.SyncBatchNorm):  # in eval mode it calls the forward above
+            vars(layer)["forward"] = functools.partial(_synchronized, layer, layer.forward)
+
+
+def _mixed(layer: Any, whole: Callable[[Tensor], Tensor], bare: nn.Module, x: Tensor) -> Tensor:
+    """Forward of a norm with float32 statistics and weights that a precision may have cast."""
+    # Torch's kernels accept inputs of a lower dtype, but weights and statistics must have the same dtype.
+    weights: dict[str, Tensor] = dict(layer.named_parameters())
+    dtype = layer.running_mean.dtype
+    if all(w.dtype == dtype for w in weights.values()):
+        return whole(x)
+    wide = {f"inner.{name}": w.to(dtype) for name, w in weights.items()}
+    return torch.func.functional_call(bare, wide, (x,), tie_weights=False)
+
+
+def _synchronized(layer: Any, whole: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Forward of a batch norm with statistics over all data ranks."""
+    if not layer.training:
+        return whole(x)
+    layer._check_input_dim(x)
+    dims = [0, *range(2, x.ndim)]
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    # Two passes: the variance as a difference of sums is inaccurate for values far from 0.
+    count = _sum_over_data(torch.full((), x.numel() // x.shape[1], dtype=torch.float64, device=x.device))
+    count = count.to(wide.dtype)
+    mean = _sum_over_data(wide.sum(dims)) / count
+    centered = wide - mean.view(shape)
+    variance = _sum_over_data(centered.square().sum(dims)) / count
+    y = centered * (variance + layer.eps).rsqrt().view(shape)
+    y = y if layer.weight is None else y * layer.weight.view(shape)
+    y = y if layer.bias is None else y + layer.bias.view(shape)
+    if layer.track_running_stats:
+        _track(layer, mean.detach(), variance.detach() * (count / (count - 1)))
+    return y.to(x.dtype)
+
+
+@torch.no_grad()
+def _track(layer: Any, mean: Tensor, variance: Tensor) -> None:
+    """Move the running statistics toward the mean and the unbiased variance of a batch."""
+    layer.num_batches_tracked.add_(1)
+    part = 1 / layer.num_batches_tracked if layer.momentum is None else layer.momentum
+    for running, new in ((layer.running_mean, mean), (layer.running_var, variance)):
+        running.mul_(1 - part).add_(new.to(running.dtype) * part)
+
+
+def _sum_over_data(x: Tensor) -> Tensor:
+    """Sum over data ranks; backward sums the gradients too, since each rank uses the result differently."""
+    axes = [axis for axis in DATA_AXES if axis_size(axis) > 1]
+    return ops.pvary(ops.psum(x, axes), axes) if axes else x
