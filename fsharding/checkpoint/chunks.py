@@ -275,7 +275,7 @@ def _checked(
         result.append(Chunk(path, leaf, box, place, place.first if values else None))
     if volume != math.prod(leaf.shape) or len(seen) != len(places):
         rows.append(f"{path}: its {len(places)} chunks have {volume} of {math.prod(leaf.shape)} elements")
-    elif not boxes.are_disjoint([chunk.box for chunk in result if boxes.volume(chunk.box)]):
+    elif not boxes.is_tiling([box for box, _ in places], leaf.shape):
         rows.append(f"{path}: its chunks overlap")
     return Stored(leaf, tuple(result))
 

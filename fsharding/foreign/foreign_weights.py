@@ -370,7 +370,7 @@ def _not_whole(leaf: str, shape: tuple[int, ...], parts: Mapping[Box, tuple[Path
         return f"{leaf}: its parts have several dtypes"
     if volume != math.prod(shape):
         return f"{leaf}: its parts have {volume:,} of {math.prod(shape):,} elements"
-    return "" if boxes.are_disjoint([box for box in parts if boxes.volume(box)]) else f"{leaf}: its parts overlap"
+    return "" if boxes.is_tiling(parts, shape) else f"{leaf}: its parts overlap"
 
 
 def _dcp(folder: Path) -> Weights:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import TypeAlias
 
 __all__ = [
-    "Box", "Grid", "Overlap", "Runs", "are_disjoint", "chunk", "contiguous_strides", "common_step", "covers",
+    "Box", "Grid", "Overlap", "Runs", "chunk", "contiguous_strides", "common_step", "covers",
     "cut_runs", "ends_on", "full", "grid_boxes", "grid_of", "grid_shape", "intersect", "is_tiling", "length", "meet",
     "nested_chunk", "outer_dims", "overlap", "overlap_shape", "overlap_slices", "overlap_volume", "parts", "relative",
     "runs", "same_cuts", "shape_of", "split_outer", "split_overlap", "volume",
@@ -261,48 +262,23 @@ def _cut_overlap(ranges: tuple[tuple[int, int, int], ...], start: int, stop: int
     return tuple(result)
 
 
+_MOST_CORNERS = 1 << 24  # boxes with more count as no tiling: they come from files, which may be crafted
+
+
 def is_tiling(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     """Return whether boxes cover each element of a tensor exactly once; empty boxes are ignored."""
-    kept = [box for box in boxes if volume(box)]
-    if sum(volume(box) for box in kept) != math.prod(shape):
+    # How often an element is covered is a sum over the corners before it, each with the sign of inclusion-exclusion:
+    # minus for an odd number of stops. So boxes tile the tensor if their signed corners cancel those of the full box.
+    whole = full(shape)
+    covered = [(box, 1) for box in boxes if volume(box)]
+    covered += [(whole, -1)] if volume(whole) else []
+    split = [dim for dim, ends in enumerate(whole) if any(box[dim] != ends for box, _ in covered)]
+    if len(covered) << len(split) > _MOST_CORNERS:
         return False
-    return all(intersect(box, full(shape)) == box for box in kept) and are_disjoint(kept)
-
-
-# Limits of the work in `are_disjoint`: boxes come from files, which may be crafted.
-_TURNS = 100
-_PAIRS = 1000
-
-
-def are_disjoint(boxes: Sequence[Box]) -> bool:
-    """Return whether boxes, none of them empty, are pairwise disjoint."""
-    # Recursive splits, as of shardings, are separated split by split in n log n; the rest is compared pairwise. More
-    # than a thousand boxes that no split separates count as overlapping, so that the check ends.
-    groups = [[*boxes]]
-    left = _TURNS * (len(boxes) + 1)
-    while groups:
-        group = groups.pop()
-        left -= len(group)
-        if left < 0:
-            return False
-        apart = _cut_apart(group)
-        if len(apart) > 1:
-            groups += [part for part in apart if len(part) > 1]
-        elif len(group) > _PAIRS or any(intersect(a, b) is not None for i, a in enumerate(group) for b in group[:i]):
-            return False
-    return True
-
-
-def _cut_apart(group: list[Box]) -> list[list[Box]]:
-    """Split a group at the hyperplanes that no box crosses, along the first dim that has one."""
-    for dim in range(len(group[0]) if group else 0):
-        parts: list[list[Box]] = []
-        end = 0
-        for box in sorted(group, key=lambda box: box[dim]):
-            if not parts or box[dim][0] >= end:
-                parts.append([])
-            parts[-1].append(box)
-            end = max(end, box[dim][1])
-        if len(parts) > 1:
-            return parts
-    return [group]
+    sides = [*product((0, 1), repeat=len(split))]
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, count in covered:
+        for side in sides:
+            corner = tuple(box[dim][end] for dim, end in zip(split, side, strict=True))
+            corners[corner] += -count if sum(side) % 2 else count
+    return not any(corners.values())

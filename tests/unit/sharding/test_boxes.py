@@ -77,22 +77,26 @@ def test_boxes_that_share_an_element_are_found_however_they_were_cut():
     for _ in range(50):
         parts = cut(((0, 8), (0, 5), (0, 3)), 5)
         draw.shuffle(parts)
-        assert boxes.are_disjoint(parts) and boxes.is_tiling(parts, (8, 5, 3))
+        assert boxes.is_tiling(parts, (8, 5, 3))
         grown = draw.randrange(len(parts))
         (start, stop), *rest = parts[grown]
         parts[grown] = ((start - 1 if start else start, stop if start else stop + 1), *rest)
-        truth = not any(boxes.intersect(a, b) for i, a in enumerate(parts) for b in parts[:i])
-        assert boxes.are_disjoint(parts) == truth
+        assert not boxes.is_tiling(parts, (8, 5, 3))
     pinwheel = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
-    assert boxes.are_disjoint(pinwheel) and boxes.is_tiling(pinwheel, (3, 3))
-    assert not boxes.are_disjoint([*pinwheel, ((1, 2), (1, 2))])
-    assert boxes.are_disjoint([]) and boxes.are_disjoint([()]) and not boxes.are_disjoint([(), ()])
+    assert boxes.is_tiling(pinwheel, (3, 3))
+    assert not boxes.is_tiling([*pinwheel, ((1, 2), (1, 2))], (3, 3))
+    assert not boxes.is_tiling([*pinwheel[:4], pinwheel[0]], (3, 3)), "one twice, one not at all"
+    assert not boxes.is_tiling([(), ()], ())
 
 
 def test_many_boxes_are_not_compared_with_each_other():
     rows = [((i, i + 1), (j, j + 1)) for i in range(100) for j in range(100)]
-    steps = [((i, 5_000), (i, i + 1)) for i in range(5_000)]
     with counted_calls() as calls:
-        assert boxes.are_disjoint(rows) and not boxes.are_disjoint([*rows, ((50, 51), (50, 51))])
-        assert not boxes.are_disjoint([((0, 2), (0, 2))] * 5_000) and boxes.are_disjoint(steps)
+        assert boxes.is_tiling(rows, (100, 100)) and not boxes.is_tiling([*rows[1:], ((50, 51), (50, 51))], (100, 100))
+        assert not boxes.is_tiling([((0, 2), (0, 2))] * 5_000, (2, 10_000))
     assert calls.count < 2_000_000, "the number of boxes is 10,000, of pairs 50 million"
+
+
+def test_crafted_boxes_of_many_dims_end_the_check():
+    halves = [((0, 1),) * 64, ((1, 2),) * 64]
+    assert not boxes.is_tiling(halves, (2,) * 64)
