@@ -129,7 +129,7 @@ def comparison_of(mesh: Mesh) -> Comparison | None:
 def checks_plans() -> bool:
     """Return whether plans are checked before they run, which they are inside `fs.debug.compare_units`."""
     order = order_here()
-    return order is not None and order.compares_plans
+    return order is not None and order.always is not None
 
 
 def compare_plans(group: Group, device_type: str, outline: str) -> None:

@@ -73,42 +73,26 @@ class UnitOrder:
     """The units of one call, in order."""
 
     # `digest`: hash of kinds and units since `restart`, `DIGEST_BITS` wide.
+    # `comparison`: how each note of this sequence is compared between ranks, if it is; `always` also that of later
+    # sequences in the same call, and of the plan of each collective.
     # `facts`: what ranks with the same data have to share, by name; callables, because only errors need the values.
     # `names`: names of leaves by storage, for gathers of leaves that aren't in a parameter tree.
 
     def __init__(self) -> None:
         self.digest = 0
+        self.comparison: Comparison | None = None
+        self.always: Comparison | None = None
         self.facts: Mapping[str, Callable[[], str]] = {}
         self.names: Mapping[int, str] = {}
         self._notes: deque[_Note] = deque(maxlen=_KEPT)
         self._count = 0
-        self._comparison: Comparison | None = None
-        self._always: Comparison | None = None
-
-    @property
-    def compares(self) -> bool:
-        """Whether each note is compared between ranks."""
-        return self._comparison is not None
-
-    @property
-    def compares_plans(self) -> bool:
-        """Whether the plan of each collective is compared, too."""
-        return self._always is not None
 
     def restart(self) -> None:
         """Start a new sequence."""
         self.digest = 0
         self._count = 0
-        self._comparison = self._always
+        self.comparison = self.always
         self._notes.clear()
-
-    def compare(self, comparison: Comparison) -> None:
-        """Compare the hash at each note of this sequence."""
-        self._comparison = comparison
-
-    def compare_always(self, comparison: Comparison) -> None:
-        """Compare the hash at each note of this sequence and of later ones in the same call."""
-        self._comparison = self._always = comparison
 
     def note(self, kind: str, unit: Hashable, name: Callable[[], str], site: Site | None) -> None:
         """Record that the collectives of a unit start."""
@@ -116,10 +100,10 @@ class UnitOrder:
         self.digest = (self.digest * _MULTIPLIER + code) & _MASK
         self._notes.append(_Note(code, kind, name, site))
         self._count += 1
-        if self._comparison is not None:
+        if self.comparison is not None:
             own = self.digest >> 1  # int64
-            if any(other != own for other in self._comparison.ask(own)):
-                raise UnlikeRanks(self._comparison.ranks)
+            if any(other != own for other in self.comparison.ask(own)):
+                raise UnlikeRanks(self.comparison.ranks)
 
     def end(self, what: str) -> None:
         """Record the end of a phase, so that a rank with fewer units than the others has a different hash."""

@@ -78,8 +78,7 @@ class FirstStep:
             return
         assert agreement.order is not None
         self._compare_rows(batch)
-        if (comparison := comparison_of(mesh)) is not None:
-            agreement.order.compare(comparison)
+        agreement.order.comparison = comparison_of(mesh)
 
     def _compare_rows(self, batch: Tree) -> None:
         """Refuse different rows along `SAME_ROWS`, and equal ones along cp."""

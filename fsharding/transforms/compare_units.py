@@ -52,9 +52,8 @@ def compare_units(mesh: Mesh) -> AbstractContextManager[None]:
 def _comparing(mesh: Mesh) -> Generator[None]:
     with naming_lost("fs.debug.compare_units", mesh):
         order = order_here()
-        comparison = comparison_of(mesh)
-        if order is not None and comparison is not None:
-            order.compare_always(comparison)
+        if order is not None:
+            order.always = order.comparison = comparison_of(mesh)
         yield
         if order is not None:
             order.end("units")

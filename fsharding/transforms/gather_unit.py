@@ -197,7 +197,7 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
 def _note_plain(nodes: Sequence[Local]) -> None:
     """Note a gather for the comparison of units between ranks; rows of one stack count as the same unit."""
     order = order_here()
-    if order is not None and order.compares:
+    if order is not None and order.comparison is not None:
         storages = [_compat.storage_id(_functorch.innermost(node.value)) for node in nodes]
         names = [order.names.get(storage, "a leaf") for storage in storages]
         unit = tuple((name, tuple(node.shape)) for name, node in zip(names, nodes, strict=True))

@@ -75,7 +75,7 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
         here = mesh or next((x.sharding.mesh for x in nodes if isinstance(x, Local)), None)
         given_args, given_kwargs = tree.unflatten(spec, nodes)
         order = order_here()
-        if order is not None and order.compares:
+        if order is not None and order.comparison is not None:
             named = zip(tree.paths((args, kwargs)), nodes, strict=True)
             order.names = {_compat.storage_id(x.value): path for path, x in named if isinstance(x, Local)}
         with nullcontext() if here is None else set_mesh(here):
