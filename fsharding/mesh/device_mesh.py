@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import weakref
 from collections.abc import Collection, Generator, Sequence
@@ -14,6 +15,7 @@ from datetime import timedelta
 from itertools import combinations
 from typing import Any, Literal, Never, TypeAlias, TypedDict, Unpack, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -444,7 +446,7 @@ class Group:
     process_group: dist.ProcessGroup | None  # None for a group of one rank
     # Members in the order in which sums add them: by coordinate, with the axes as in `AXES`. So a sum over `(dp,
     # replica)`, and one over `dp` and then `replica`, add the same pairs. A range if that is the order of `ranks`.
-    terms: Sequence[int] = range(1)
+    terms: tuple[int, ...] | range = range(1)
     axes: tuple[str, ...] = ()  # ordered as in `AXES`; empty if the ranks aren't those of one mesh
     transport: str = "auto"  # as passed to `make_mesh`
 
@@ -475,13 +477,9 @@ class Group:
         return self.order == tuple(range(self.size))
 
 
-def index_of(places: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return a permutation as an index of rows on a device."""
-    return _index_of(tuple(places), device)
-
-
 @functools.lru_cache(maxsize=64)
-def _index_of(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def index_of(places: tuple[int, ...] | range, device: torch.device) -> torch.Tensor:
+    """Return a permutation as an index of rows on a device."""
     return torch.tensor(places, device=device)
 
 
@@ -490,22 +488,21 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     """Return this process's group along some axes, in the order of `axes`, major first."""
     # It may make a process group, so all ranks call it for the same axes in the same order.
     shape = abstract(mesh)
-    own = coordinate(mesh)
+    own = shape.rank_at(coordinate(mesh))
     axes = tuple(axis for axis in axes if shape.axis_size(axis) > 1)
-    strides = _strides(shape.names, shape)
-    first = sum(own[name] * stride for name, stride in strides.items() if name not in axes)
-    ranks = tuple(shape.members[first + place] for place in _places(axes, shape, strides))
+    ranks = next(tuple(row) for row in _rows_along(axes, shape) if own in row)
     if len(ranks) == 1:
         return Group(ranks, 0, None)
     if isinstance(mesh, AbstractMesh):
         text = f"cannot run a collective over {', '.join(axes)} on the abstract mesh {shape}."
         raise MeshError(message(text, mend="Use a mesh from fs.make_mesh."))
-    inside = _strides(axes, shape)
-    index = sum(own[axis] * inside[axis] for axis in axes)
     named = tuple(axis for axis in AXES if axis in axes)
-    terms = range(len(ranks)) if named == axes else tuple(_places(named, shape, inside))
+    terms: tuple[int, ...] | range = range(len(ranks))
+    if named != axes:
+        members = {rank: member for member, rank in enumerate(ranks)}
+        terms = next(tuple(members[rank] for rank in row) for row in _rows_along(named, shape) if own in row)
     group = mesh.get_group(axes[0]) if len(axes) == 1 else _process_group(mesh, frozenset(axes), "")
-    return Group(ranks, index, group, terms, named, _transport(mesh))
+    return Group(ranks, ranks.index(own), group, terms, named, _transport(mesh))
 
 
 @cache_on_mesh(256)
@@ -518,23 +515,12 @@ def reduction_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     return replace(group, process_group=_process_group(mesh, frozenset(group.axes), _REDUCTIONS))
 
 
-def _strides(axes: Sequence[str], shape: AbstractMesh) -> dict[str, int]:
-    """Return the stride of each axis in a row-major numbering of the axes."""
-    result: dict[str, int] = {}
-    stride = 1
-    for axis in reversed(axes):
-        result[axis] = stride
-        stride *= shape.axis_size(axis)
-    return result
-
-
-def _places(axes: Sequence[str], shape: AbstractMesh, strides: dict[str, int]) -> list[int]:
-    """Return the positions of all coordinates along some axes, major first."""
-    result = [0]
-    for axis in axes:
-        ends = range(0, strides[axis] * shape.axis_size(axis), strides[axis])
-        result = [place + end for place in result for end in ends]
-    return result
+def _rows_along(axes: Sequence[str], shape: AbstractMesh) -> list[list[int]]:
+    """Return the sets of ranks whose coordinates differ only along the axes, each in their order, major first."""
+    others = [name for name in shape.names if name not in axes]
+    grid = np.array(shape.members).reshape(shape.sizes)
+    grid = grid.transpose([shape.names.index(name) for name in (*others, *axes)])
+    return grid.reshape(-1, math.prod(grid.shape[len(others) :])).tolist()
 
 
 def everyone(mesh: Mesh) -> Group:
@@ -558,12 +544,8 @@ def _process_group(mesh: DeviceMesh, axes: frozenset[str], use: str) -> dist.Pro
 
 
 def _families(shape: AbstractMesh, axes: Collection[str]) -> list[list[int]]:
-    """Return the sets of ranks that differ only along the axes."""
-    strides = _strides(shape.names, shape)
-    inside = _places([name for name in shape.names if name in axes], shape, strides)
-    firsts = _places([name for name in shape.names if name not in axes], shape, strides)
-    members = shape.members
-    return [[members[first + place] for place in inside] for first in firsts]
+    """Return `_rows_along` some axes, in the order of the mesh."""
+    return _rows_along([name for name in shape.names if name in axes], shape)
 
 
 _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)

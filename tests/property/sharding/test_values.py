@@ -432,7 +432,7 @@ def test_rows_are_summed_in_a_balanced_tree(members, width, dtype, into, shuffle
     rows = (torch.randn(members, width, generator=generator) * 10 ** torch.randn(members, 1, generator=generator)).to(
         dtype
     )
-    order = torch.randperm(members, generator=generator).tolist() if shuffled else range(members)
+    order = tuple(torch.randperm(members, generator=generator).tolist()) if shuffled else range(members)
     before, out = rows.clone(), torch.empty(width) if into else None
     apart = sum_rows(list(rows), order, torch.float32)
     total = sum_rows(rows, order, torch.float32, out=out, donate=donate)
