@@ -30,7 +30,7 @@ from fsharding.mesh.device_mesh import Mesh, data_rank_and_size
 from fsharding.sharding import random
 from fsharding.sharding.boxes import Grid, Runs, cut_runs
 from fsharding.sharding.layout import Layout
-from fsharding.sharding.leaf_plan import LeafLayout, is_stacked
+from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import NamedSharding, to_local
 
 __all__ = [
@@ -209,7 +209,7 @@ def _at_rest(
     grid = home.grid(leaf.shape)
     if x is None or format is None or grid is None:
         return None
-    kept = precision.kept_rows(leaf.path, leaf.shape[0]) if is_stacked(leaf.names) else ()
+    kept = precision.kept_rows(leaf.path, leaf.shape[0]) if leaf.is_stacked else ()
     rows = (row for start, stop in (grid[0] if kept else ()) for row in range(start, stop))
     places = tuple(place for place, row in enumerate(rows) if row in kept) if kept else None
     noise = _noise_at_rest(x, leaf, grid, key) if format.stochastic else None
@@ -221,7 +221,7 @@ def _noise_at_rest(x: DTensor, leaf: LeafLayout, grid: Grid, key: Tensor | None)
     node = to_local(x)
     ranges = list(node.sharding.grid(node.shape) or ())
     shape = tuple(node.shape)
-    if is_stacked(leaf.names):
+    if leaf.is_stacked:
         ranges[0] = grid[0]
         shape = (leaf.shape[0], *shape[1:])
     device = node.value.device

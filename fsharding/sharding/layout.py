@@ -36,7 +36,6 @@ from fsharding.sharding.leaf_plan import (
     NamedLeaf,
     check_leaves,
     check_stages,
-    is_stacked,
     is_trainable,
     objections_to_cuts,
     plan_leaf,
@@ -163,7 +162,7 @@ class Layout:
     @property
     def stacked(self) -> dict[str, bool]:
         """Whether dim 0 of a leaf counts layers, by path, for leaves with named dims."""
-        return {leaf.path: is_stacked(leaf.names) for leaf in self.leaves if leaf.names}
+        return {leaf.path: leaf.is_stacked for leaf in self.leaves if leaf.names}
 
     @property
     def updated_on_host(self) -> frozenset[str]:
@@ -193,8 +192,7 @@ class Layout:
 
     def format_of(self, leaf: LeafLayout) -> Blocks | None:
         """Return the low-precision format in which the loss function sees a leaf, or None."""
-        ndim = len(leaf.shape) - is_stacked(leaf.names)
-        return self.precision.format_of(leaf.path, ndim) if leaf.trainable else None
+        return self.precision.format_of(leaf.path, len(leaf.shape) - leaf.is_stacked) if leaf.trainable else None
 
     def rounds(self, leaf: LeafLayout) -> Blocks | None:
         """Return the format to which a state's copy of a leaf is rounded; None for a main parameter."""
@@ -206,7 +204,7 @@ class Layout:
         """Return the precision of a call that gathers parameters of this layout, so that nothing is rounded twice."""
         # Main parameters are rounded when they are gathered, separate copies in the state, frozen leaves never.
         if precision != self.precision:
-            _check_patterns(precision, self._named)
+            _check_patterns(precision, self.leaves)
         if precision.gather is None:
             return precision
         rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
@@ -315,7 +313,7 @@ class Layout:
     @public
     def with_precision(self, precision: Precision) -> Layout:
         """Return this layout with a different precision; shardings change only under `align`."""
-        _check_patterns(precision, self._named)
+        _check_patterns(precision, self.leaves)
         return self._replan(precision=precision) if self.align else replace(self, precision=precision)
 
     @public
@@ -340,18 +338,12 @@ class Layout:
         return self if tuple(leaves) == self.leaves else replace(self, leaves=tuple(leaves))._replan()
 
     def _replan(self, **changes: Any) -> Layout:
-        return _planned(replace(self, **changes), self._named, [leaf.trainable for leaf in self.leaves])
-
-    @property
-    def _named(self) -> list[NamedLeaf]:
-        """Path, shape, dtype and dim names of each leaf, from which it is planned."""
-        return [(leaf.path, leaf.shape, leaf.init, leaf.names) for leaf in self.leaves]
+        return _planned(replace(self, **changes), self.leaves)
 
     def blocks_of(self, leaf: NamedLeaf) -> Blocks | None:
         """Return the format whose blocks the shards of a leaf must not split, or None."""
-        path, shape, dtype, names = leaf
-        wanted = self.align and dtype.is_floating_point
-        return self.precision.format_of(path, len(shape) - is_stacked(names)) if wanted else None
+        wanted = self.align and leaf.init.is_floating_point
+        return self.precision.format_of(leaf.path, len(leaf.shape) - leaf.is_stacked) if wanted else None
 
     def check_blocks(self) -> None:
         """Under `align`, raise a `LayoutError` that lists the dims whose shards split a block."""
@@ -455,7 +447,10 @@ def plan_layout(
     paths = tree.paths(shapes)
     _refuse_odd_leaves(paths, flat)
     dims = [None] * len(flat) if names is None else _names_of(structure, paths, names)
-    named = [(p, tuple(x.shape), x.dtype, _tuple(n)) for p, x, n in zip(paths, flat, dims, strict=True)]
+    named = [
+        NamedLeaf(path, tuple(x.shape), x.dtype, _tuple(of_dims), is_trainable(path, x.dtype, frozen))
+        for path, x, of_dims in zip(paths, flat, dims, strict=True)
+    ]
     check_leaves(named, mesh, rules, frozen)
     check_choices(strategy.memory, paths)
     if getattr(model, "check", None) is not None:
@@ -465,17 +460,16 @@ def plan_layout(
         buffers = sum(x.nbytes for x in getattr(model, "init_buffers", dict)().values())
     layout = Layout(mesh, rules, strategy, precision, (), structure, normal(stages or {}), align, config, buffers)
     _check_patterns(precision, named)
-    layout = _planned(layout, named, [is_trainable(path, dtype, frozen) for path, _, dtype, _ in named])
+    layout = _planned(layout, named)
     _check_tp(layout, tp)
     return layout
 
 
-def _planned(layout: Layout, leaves: Sequence[NamedLeaf], trainable: Sequence[bool]) -> Layout:
+def _planned(layout: Layout, leaves: Sequence[NamedLeaf]) -> Layout:
     """Return a layout with leaves planned from its mesh, rules, strategy and stages."""
     check_stages(leaves, layout.mesh, layout.stages)
     where = layout.mesh, layout.rules, layout.strategy, layout.stages
-    pairs = zip(leaves, trainable, strict=True)
-    planned = tuple(plan_leaf(leaf, has_grad, *where, layout.blocks_of(leaf)) for leaf, has_grad in pairs)
+    planned = tuple(plan_leaf(leaf, *where, layout.blocks_of(leaf)) for leaf in leaves)
     layout = replace(layout, leaves=planned)
     layout.check_blocks()
     return layout
@@ -497,7 +491,7 @@ def _check_tp(layout: Layout, tp: str) -> None:
         return
     idle = [x for x, is_sharded in zip(layout.leaves, sharded, strict=True) if not is_sharded]
     idle.sort(key=lambda x: -math.prod(x.shape) * x.init.itemsize)
-    rows = [f"{x.path} is {type_text(x.shape, x.init)} {x.names or '(no names)'}" for x in idle]
+    rows = [f"{x} {x.names or '(no names)'}" for x in idle]
     dp = abstract(layout.mesh).axis_size("dp")
     mend = (
         f"Use tp=1, and dp={dp * ranks} for these ranks; or name the dims that tp shards: names= for a tree, "
@@ -513,7 +507,7 @@ def _check_tp(layout: Layout, tp: str) -> None:
 
 def _check_patterns(precision: Precision, leaves: Sequence[NamedLeaf]) -> None:
     """Refuse patterns of a precision that match no leaf."""
-    precision.check_leaves(tuple(PatternLeaf(path, shape, is_stacked(names)) for path, shape, _, names in leaves))
+    precision.check_leaves(tuple(PatternLeaf(leaf.path, leaf.shape, leaf.is_stacked) for leaf in leaves))
 
 
 def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName,
 from fsharding.sharding.strategy import Strategy
 
 __all__ = [
-    "EXPERT", "LAYERS", "LeafLayout", "NamedLeaf", "check_leaves", "check_stages", "is_stacked", "is_trainable",
+    "EXPERT", "LAYERS", "LeafLayout", "NamedLeaf", "check_leaves", "check_stages", "is_trainable",
     "kind_text", "mean_over", "objections_to_cuts", "plan_leaf", "type_text",
 ]  # fmt: skip
 
@@ -42,14 +42,38 @@ EXPERT = "expert"
 
 
 @dataclass(frozen=True)
-class LeafLayout:
-    """One leaf of a layout."""
+class NamedLeaf:
+    """A leaf of a model, from which its layout is planned."""
 
     path: str
     shape: tuple[int, ...]  # global
     init: torch.dtype  # the dtype in the model's init
     names: tuple[DimName, ...] | None
     trainable: bool  # whether it has gradients and moments
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether dim 0 counts layers."""
+        return self.layers == 0
+
+    @property
+    def layers(self) -> int | None:
+        """The dim that counts layers."""
+        return self.names.index(LAYERS) if self.names and LAYERS in self.names else None
+
+    @property
+    def rules(self) -> list[str | None]:
+        """The rule of each dim."""
+        return [rule_name(name) for name in self.names or (None,) * len(self.shape)]
+
+    def __str__(self) -> str:
+        return f"{self.path} is {type_text(self.shape, self.init)}"
+
+
+@dataclass(frozen=True)
+class LeafLayout(NamedLeaf):
+    """One leaf of a layout."""
+
     params: NamedSharding
     grads: NamedSharding  # of accumulated gradients; unreduced over data axes that the strategy doesn't shard them over
     main: NamedSharding  # of the main parameter
@@ -76,41 +100,30 @@ class LeafLayout:
         return self.main if self.trainable else self.params
 
 
-NamedLeaf: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, tuple[DimName, ...] | None]
-"""Path, shape, dtype, dim names."""
-
-
-def is_stacked(names: Sequence[DimName] | None) -> bool:
-    """Return whether dim 0 of a leaf with these dim names counts layers."""
-    return bool(names) and names[0] == LAYERS
-
-
 def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, frozen: Sequence[str]) -> None:
     """Raise an error that lists every leaf that cannot be planned."""
     wrong = [
-        f"{path} is {type_text(shape, dtype)} but has names {names!r}: write {_as_many(names, shape)}, for example"
-        for path, shape, dtype, names in leaves
-        if names is not None and (isinstance(names, str) or len(names) != len(shape))
+        f"{leaf} but has names {leaf.names!r}: write {_as_many(leaf.names, leaf.shape)}, for example"
+        for leaf in leaves
+        if leaf.names is not None and (isinstance(leaf.names, str) or len(leaf.names) != len(leaf.shape))
     ]
     if wrong:
         raise LayoutError(message("got leaves whose dims and names differ in number.", wrong))
     wrong = [row for leaf in leaves for row in _objections(leaf, mesh, rules)]
-    unused = [entry for entry in frozen if not any(begins(leaf[0], entry) for leaf in leaves)]
-    known = listed(leaf[0] for leaf in leaves) if unused else ""
+    unused = [entry for entry in frozen if not any(begins(leaf.path, entry) for leaf in leaves)]
+    known = listed(leaf.path for leaf in leaves) if unused else ""
     wrong += [f"frozen path {entry!r} matches no leaf; leaves are {known}" for entry in unused]
     if wrong:
-        mend = _mended_frozen(frozen, unused, [leaf[0] for leaf in leaves]) if unused else ""
+        mend = _mended_frozen(frozen, unused, [leaf.path for leaf in leaves]) if unused else ""
         raise LayoutError(message("cannot plan these leaves.", wrong, mend))
     _check_rules(leaves, mesh, rules)
 
 
 def _objections(leaf: NamedLeaf, mesh: Mesh, rules: AxisRules) -> Iterator[str]:
     """Yield why a leaf with one name per dim cannot be planned; `_check_rules` finds missing rules."""
-    path, shape, dtype, names = leaf
-    what = f"{path} is {type_text(shape, dtype)}"
-    for dim, (name, size) in enumerate(zip(names or (), shape, strict=False)):
+    for dim, (name, size) in enumerate(zip(leaf.names or (), leaf.shape, strict=False)):
         if isinstance(name, Fused):
-            where = f"{what}, dim {dim} ({name!r})"
+            where = f"{leaf}, dim {dim} ({name!r})"
             if sum(name.sizes) != size:
                 yield f"{where}: its parts have {sum(name.sizes)} of {size}"
             # One model axis shards each part separately; data axes shard the dim as one.
@@ -120,9 +133,9 @@ def _objections(leaf: NamedLeaf, mesh: Mesh, rules: AxisRules) -> Iterator[str]:
             if name.name == EXPERT:
                 yield f"{where}: the dim of experts cannot be fused"
         elif name is not None and not isinstance(name, str):
-            yield f"{what}, dim {dim}: {name!r} isn't a dim name"
-    if dtype not in FLOATS and (dtype.is_floating_point or dtype.is_complex):
-        yield f"{what}: leaves can be {', '.join(map(_name, FLOATS))}, or integers"
+            yield f"{leaf}, dim {dim}: {name!r} isn't a dim name"
+    if leaf.init not in FLOATS and (leaf.init.is_floating_point or leaf.init.is_complex):
+        yield f"{leaf}: leaves can be {', '.join(map(_name, FLOATS))}, or integers"
 
 
 def _mended_frozen(frozen: Sequence[str], unused: Sequence[str], paths: Sequence[str]) -> str:
@@ -146,29 +159,23 @@ def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> N
     missing: list[str] = []
     twice: list[str] = []
     hints: dict[str, str] = {}
-    for path, shape, dtype, names in leaves:
-        called = [rule_name(name) for name in names or ()]
-        for dim, name in enumerate(called):
-            if name is not None and name not in rules:
-                missing.append(
-                    f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}, size {shape[dim]}): no rule {name!r}."
-                )
-                hints.setdefault(name, rules.hint(name))
+    for leaf in leaves:
         spent: dict[str, list[str]] = {}
-        by_rule = _by_rule(called, mesh, rules)
-        owned = _owned(called, by_rule)
-        for dim, name in enumerate(called):
-            for axis in by_rule[dim] if name == EXPERT else (a for a in by_rule[dim] if a not in owned):
-                spent.setdefault(axis, []).append(f"dim {dim} ({name!r}, size {shape[dim]})")
-        twice += [
-            f"{path} is {type_text(shape, dtype)}: axis {axis!r} would shard {' and '.join(where)}."
-            for axis, where in spent.items()
-            if len(where) > 1
-        ]
+        axes = _axes_of(leaf, mesh, rules)
+        for dim, (name, size) in enumerate(zip(leaf.rules, leaf.shape, strict=True)):
+            what = f"dim {dim} ({name!r}, size {size})"
+            if name is not None and name not in rules:
+                missing.append(f"{leaf}, {what}: no rule {name!r}.")
+                hints.setdefault(name, rules.hint(name))
+            for axis in axes.named[dim]:
+                if name == EXPERT or axis not in axes.owned:
+                    spent.setdefault(axis, []).append(what)
+        double = {axis: dims for axis, dims in spent.items() if len(dims) > 1}
+        twice += [f"{leaf}: axis {axis!r} would shard {' and '.join(dims)}." for axis, dims in double.items()]
     if missing:
         text = f"got dims without a rule, on mesh {abstract(mesh)}."
         raise SpecError(message(text, missing, "\n".join([*hints.values()][:10])))
-    used = {called: None for _, _, _, names in leaves for name in names or () if (called := rule_name(name))}
+    used = {name: None for leaf in leaves for name in leaf.rules if name}
     idle = [
         f"{name}={rules[name]!r}: no dim has this name.{did_you_mean(name, used)}"
         for name in rules
@@ -186,13 +193,13 @@ def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> N
 def check_stages(leaves: Sequence[NamedLeaf], mesh: Mesh, stages: Stages) -> None:
     """Raise an error that lists the stages that do not fit the leaves and the mesh."""
     size = abstract(mesh).axis_size("pp")
-    unused = [entry for entry, _ in stages if not any(begins(leaf[0], entry) for leaf in leaves)]
+    unused = [entry for entry, _ in stages if not any(begins(leaf.path, entry) for leaf in leaves)]
     wrong = [f"stages name {entry!r}, which matches no leaf" for entry in unused]
-    for path, shape, _, names in leaves if size > 1 else ():
-        owners = stage_of(stages, path)
-        layers = shape[names.index(LAYERS)] if names and LAYERS in names else None
+    for leaf in leaves if size > 1 else ():
+        owners = stage_of(stages, leaf.path)
+        layers = None if leaf.layers is None else leaf.shape[leaf.layers]
         if owners is not None and (why := objection(owners, size, layers)):
-            wrong.append(f"{path} {why}")
+            wrong.append(f"{leaf.path} {why}")
     if wrong:
         mend = "Pass the layers of each coordinate of pp, each layer once; or the coordinates that own the full leaf."
         raise LayoutError(message(f"cannot use the stages on mesh {abstract(mesh)}.", wrong, mend))
@@ -218,16 +225,9 @@ def is_trainable(path: str, dtype: torch.dtype, frozen: Sequence[str]) -> bool:
 
 
 def plan_leaf(
-    leaf: NamedLeaf,
-    trainable: bool,
-    mesh: Mesh,
-    rules: AxisRules,
-    strategy: Strategy,
-    stages: Stages,
-    blocks: Blocks | None = None,
+    leaf: NamedLeaf, mesh: Mesh, rules: AxisRules, strategy: Strategy, stages: Stages, blocks: Blocks | None = None
 ) -> LeafLayout:
     """Plan one leaf, which `check_leaves` has accepted."""
-    path, shape, init, names = leaf
     axes = _axes_of(leaf, mesh, rules)
     spec, assigned = _assign(leaf, axes.model, mesh, stages)
     dims, data = _data_dims(leaf, axes)
@@ -246,11 +246,11 @@ def plan_leaf(
 
     def memory_of(kind: str) -> str:
         # 0-d leaves stay on the device: copying one costs more than its memory is worth.
-        return strategy.memory_of(kind, path) if shape else HERE
+        return strategy.memory_of(kind, leaf.path) if leaf.shape else HERE
 
     shardings = {kind: sharding(kind) for kind in _STRATEGY_PART}
     return LeafLayout(
-        path, shape, init, names, trainable, **shardings,
+        leaf.path, leaf.shape, leaf.init, leaf.names, leaf.trainable, **shardings,
         moment_memory=memory_of("moments"), compute=memory_of("compute"),
     )  # fmt: skip
 
@@ -262,32 +262,29 @@ _STRATEGY_PART = {"params": "params", "grads": "grads", "main": "opt_state"}
 class _Axes(NamedTuple):
     """The axes of the mesh that the rules name for a leaf."""
 
+    named: list[tuple[str, ...]]  # by dim, all axes of its rule
     model: list[tuple[str, ...]]  # by dim, axes that own their shards: model axes, and all axes of the expert dim
     data: list[tuple[str, ...]]  # by dim, data axes without `replica`; the strategy decides whether they shard
     owned: tuple[str, ...]  # the data axes of the expert dim
 
 
 def _axes_of(leaf: NamedLeaf, mesh: Mesh, rules: AxisRules) -> _Axes:
-    _, shape, _, names = leaf
-    called = [rule_name(name) for name in names or (None,) * len(shape)]
-    by_rule = _by_rule(called, mesh, rules)
-    model = [
-        axes if name == EXPERT else tuple(a for a in axes if a not in DATA_AXES)
-        for name, axes in zip(called, by_rule, strict=True)
-    ]
-    data = [
-        () if name == EXPERT else tuple(a for a in DATA_AXES if a in axes and a != "replica")
-        for name, axes in zip(called, by_rule, strict=True)
-    ]
-    return _Axes(model, data, _owned(called, by_rule))
+    named = [_present(rules.get(name, ()) if name else (), mesh) for name in leaf.rules]
+    model = [tuple(a for a in axes if a not in DATA_AXES) for axes in named]
+    data = [tuple(a for a in DATA_AXES if a in axes and a != "replica") for axes in named]
+    owned = list[str]()
+    for dim, (name, axes) in enumerate(zip(leaf.rules, named, strict=True)):
+        if name == EXPERT:
+            model[dim], data[dim] = axes, ()
+            owned += [a for a in axes if a in DATA_AXES]
+    return _Axes(named, model, data, tuple(owned))
 
 
 def _data_dims(leaf: NamedLeaf, axes: _Axes) -> tuple[list[int], tuple[str, ...]]:
     """Return the dims that data axes may shard, the preferred one first, and those axes in order."""
     # The dim of a rule, then dims without model axes. If model axes shard all dims, data axes shard the last one
     # further. `layers` is never sharded.
-    _, shape, _, names = leaf
-    unstacked = [d for d in range(len(shape)) if not names or names[d] != LAYERS]
+    unstacked = [d for d in range(len(leaf.shape)) if not leaf.names or leaf.names[d] != LAYERS]
     free = [d for d in unstacked if not axes.model[d]]
     ruled = next((d for d, of_dim in enumerate(axes.data) if of_dim), None)
     order = tuple(a for a in DATA_AXES if a != "replica") if ruled is None else axes.data[ruled]
@@ -299,16 +296,15 @@ def _ends_on_blocks(
     leaf: NamedLeaf, dim: int, axes: _Axes, data: Sequence[str], mesh: Mesh, strategy: Strategy, blocks: Blocks
 ) -> bool:
     """Return whether shards of a leaf's params and main end at block boundaries if data axes shard a dim."""
-    _, shape, _, names = leaf
-    place = dim - (len(shape) - 2)
+    place = dim - (len(leaf.shape) - 2)
     if place < 0:
         return True
-    if names and isinstance(names[dim], Fused):
+    if leaf.names and isinstance(leaf.names[dim], Fused):
         return False
     sizes = abstract(mesh)
-    block = blocks.sizes(shape)[place]
+    block = blocks.sizes(leaf.shape)[place]
     cuts = ([*axes.model[dim], *(a for a in data if strategy.cut(part, a))] for part in ("params", "opt_state"))
-    return all(boxes.ends_on(shape[dim], [sizes.axis_size(a) for a in cut], block) for cut in cuts)
+    return all(boxes.ends_on(leaf.shape[dim], [sizes.axis_size(a) for a in cut], block) for cut in cuts)
 
 
 def objections_to_cuts(leaf: LeafLayout, blocks: Blocks) -> list[str]:
@@ -325,8 +321,8 @@ def objections_to_cuts(leaf: LeafLayout, blocks: Blocks) -> list[str]:
                 continue
             over = (*sharding.axes(dim), *(a.axis for a in sharding.assigned if a.dim == dim))
             count = math.prod(abstract(sharding.mesh).axis_size(a) for a in over)
-            text = f"{leaf.path} is {type_text(leaf.shape, leaf.init)}, dim {dim}: {size} over {', '.join(over)} gives"
-            result.append(f"{text} {count} shards of {-(-size // count)}, blocks have {block}")
+            text = f"{leaf}, dim {dim}: {size} over {', '.join(over)} gives {count} shards of {-(-size // count)}"
+            result.append(f"{text}, blocks have {block}")
             break
     return result
 
@@ -335,32 +331,19 @@ def _assign(
     leaf: NamedLeaf, fixed: Sequence[tuple[str, ...]], mesh: Mesh, stages: Stages
 ) -> tuple[list[tuple[str, ...]], tuple[Assigned, ...]]:
     """Turn the axes of explicit owners, `pp` of stages and those of fused dims, from spec entries into assignments."""
-    path, _, _, names = leaf
     spec = list(fixed)
     assigned = list[Assigned]()
     size = abstract(mesh).axis_size("pp")
-    owners = stage_of(stages, path)
+    owners = stage_of(stages, leaf.path)
     if size > 1 and owners is not None:
-        stack = names.index(LAYERS) if names and LAYERS in names else None
-        assigned.append(assignment(owners, size, stack))
+        assigned.append(assignment(owners, size, leaf.layers))
         spec = [tuple(axis for axis in axes if axis != "pp") for axes in spec]
-    for dim, name in enumerate(names or ()):
+    for dim, name in enumerate(leaf.names or ()):
         if isinstance(name, Fused) and spec[dim]:
             (axis,) = spec[dim]
             assigned.append(Assigned.parts(axis, dim, name.sizes, abstract(mesh).axis_size(axis)))
             spec[dim] = ()
     return spec, tuple(assigned)
-
-
-def _by_rule(called: Sequence[str | None], mesh: Mesh, rules: AxisRules) -> list[tuple[str, ...]]:
-    """Return, for each dim, the axes of its rule that the mesh has."""
-    return [_present(rules.get(name, ()) if name else (), mesh) for name in called]
-
-
-def _owned(called: Sequence[str | None], by_rule: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the data axes that shard experts; no other dim of the leaf is sharded over them."""
-    of_experts = [axes for name, axes in zip(called, by_rule, strict=True) if name == EXPERT]
-    return tuple(axis for axes in of_experts for axis in axes if axis in DATA_AXES)
 
 
 def _present(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:

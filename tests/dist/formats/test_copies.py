@@ -16,7 +16,6 @@ from fsharding.comm.counters import count_bytes
 from fsharding.formats import Blocks, codec
 from fsharding.formats.precision import KEEP, Precision
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.sharding.leaf_plan import is_stacked
 from fsharding.sharding.named_sharding import local_of
 from fsharding.sharding.partition_spec import Fused
 from fsharding.testing import assert_bitwise_equal, run_ranks
@@ -79,7 +78,7 @@ def rounded_whole(x, leaf, layout, key):
     """A main parameter, put together by torch, rounded as one tensor, and the copy's part of it."""
     whole, dtype = put_together(x), layout.param_dtype(leaf)
     result, format = whole.to(dtype), layout.rounds(leaf)
-    layers = [i for a, b in leaf.main.grid(leaf.shape)[0] for i in range(a, b)] if is_stacked(leaf.names) else None
+    layers = [i for a, b in leaf.main.grid(leaf.shape)[0] for i in range(a, b)] if leaf.is_stacked else None
     if format is None:
         return result
     noise, shape = None, tuple(whole.shape)
