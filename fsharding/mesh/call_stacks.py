@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -54,11 +55,7 @@ class Call(NamedTuple):
         return f"{self.text} at {self.site}" if self.function else f"in no collective, at {self.site}"
 
 
-class Line(NamedTuple):
-    """A frame and its current line."""
-
-    frame: FrameType
-    number: int
+Line: TypeAlias = tuple[FrameType, int]  # a frame and its current line, as `traceback` yields them
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,11 +78,11 @@ def site(frame: FrameType | None) -> str:
     """Return file and line of the first user frame, outwards."""
     users = (outer for outer in callers(frame) if _is_users(outer.f_code.co_filename))
     outer = next(users, None)
-    return "an unknown line" if outer is None else _at(Line(outer, outer.f_lineno))
+    return "an unknown line" if outer is None else _at(outer, outer.f_lineno)
 
 
-def _at(line: Line) -> str:
-    return shown(line.frame.f_code.co_filename, line.number)
+def _at(frame: FrameType, number: int) -> str:
+    return shown(frame.f_code.co_filename, number)
 
 
 def shown(file: str, number: int) -> str:
@@ -98,22 +95,18 @@ def shown(file: str, number: int) -> str:
 
 def lines(frame: FrameType | None) -> list[Line]:
     """Return the current lines of a frame and its callers."""
-    return [Line(outer, outer.f_lineno) for outer in callers(frame)]
+    return [(outer, outer.f_lineno) for outer in callers(frame)]
 
 
 def lines_of(error: BaseException) -> list[Line]:
     """Return the lines from where an error was raised to where it is caught, then the callers', innermost first."""
-    trace = error.__traceback__
-    inside = list[Line]()
-    while trace is not None:
-        inside.insert(0, Line(trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return [*inside, *(lines(inside[-1].frame.f_back) if inside else ())]
+    inside = [*traceback.walk_tb(error.__traceback__)]
+    return [*reversed(inside), *(lines(inside[0][0].f_back) if inside else ())]
 
 
 def _region(stack: Sequence[Line]) -> str:
     """Return the phase of a stack, such as "backward, gradient reduction"; "" if unknown."""
-    names = [(_in_library(line.frame), line.frame.f_code.co_name) for line in stack]
+    names = [(_in_library(frame), frame.f_code.co_name) for frame, _ in stack]
     backward = any(name in ("backward", "_engine_run_backward") for _, name in names)
     forward = ("transforms/value_and_grad", "forward") in names
     part = next((words for file, _ in names for start, words in _REGIONS if _fits(file, start)), "")
@@ -132,9 +125,9 @@ def _fits(file: str, start: str) -> bool:
 
 def _collective(stack: Sequence[Line]) -> str:
     """Return the collective of a stack: torch's, or the outermost function of `ops` or `comm`; "" for none."""
-    for line in reversed(stack):
-        file = _in_library(line.frame)
-        code = line.frame.f_code
+    for frame, _ in reversed(stack):
+        file = _in_library(frame)
+        code = frame.f_code
         if file.startswith(("ops/", "comm/")):
             return f"{file.replace('/', '.')}.{code.co_qualname.replace('<locals>.', '')}"
         if code.co_filename.startswith(_DISTRIBUTED) and code.co_name != "wrapper":
@@ -144,9 +137,10 @@ def _collective(stack: Sequence[Line]) -> str:
 
 def _describe(stack: Sequence[Line]) -> list[str]:
     """Format at most ten lines as "train.py:88 in main": first the user's, then others, both innermost first."""
-    users = [line for line in stack if _is_users(line.frame.f_code.co_filename)][:_USERS]
-    others = [line for line in stack if not _is_users(line.frame.f_code.co_filename)][: _ALL - len(users)]
-    return [printable(f"{_at(line)} in {line.frame.f_code.co_qualname}", 200) for line in (*users, *others)]
+    users = [line for line in stack if _is_users(line[0].f_code.co_filename)][:_USERS]
+    others = [line for line in stack if not _is_users(line[0].f_code.co_filename)][: _ALL - len(users)]
+    rows = [f"{_at(frame, number)} in {frame.f_code.co_qualname}" for frame, number in (*users, *others)]
+    return [printable(row, 200) for row in rows]
 
 
 def doing(stack: Sequence[Line], what: str) -> dict[str, Any]:
