@@ -14,7 +14,7 @@ from fsharding.apps.cli.documents import is_table, open_documents, open_encoder
 from fsharding.apps.cli.metrics import metrics_rows
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.resume import changes, choose, notes
-from fsharding.apps.cli.usage import check_numbers, check_values, parse_trackers
+from fsharding.apps.cli.usage import check_values, parse_trackers
 from fsharding.apps.data import Packed, Tokens, open_data, packed
 from fsharding.base.calls import call_as
 from fsharding.base.errors import BatchError, CheckpointError, ConfigError, message, report
@@ -50,7 +50,6 @@ OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
 def check(config: TrainConfig, world: int) -> None:
     """Refuse options that would fail later on `world` ranks; only a full disk, a lost rank or a NaN may."""
     check_values("fsharding train", config)
-    check_numbers("fsharding train", config)
     _check_together(config)
     offloaded("fsharding train", config.strategy, config.offload)
     policy_of("fsharding train", config.offload, config.policy)

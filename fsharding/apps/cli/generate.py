@@ -20,7 +20,7 @@ from fsharding.apps.cli.config import PRECISIONS
 from fsharding.apps.cli.documents import read_tokenizer
 from fsharding.apps.cli.options import GenerateConfig
 from fsharding.apps.cli.resume import notes
-from fsharding.apps.cli.usage import check_numbers, check_values
+from fsharding.apps.cli.usage import check_values
 from fsharding.base.calls import call_as
 from fsharding.base.errors import CheckpointError, ConfigError, DataError, message
 from fsharding.base.tree import Tree
@@ -40,7 +40,6 @@ _FUNCTION = "fsharding generate"
 def check_generate(config: GenerateConfig, world: int) -> None:
     """Refuse options, a checkpoint or a prompt that would fail on `world` ranks."""
     check_values(_FUNCTION, config)
-    check_numbers(_FUNCTION, config)
     if config.eos is not None and config.eos < 0:
         raise ConfigError(message("got numbers out of range.", [f"--eos {config.eos}: the id of a token"]))
     source = _open(config)

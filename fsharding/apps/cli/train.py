@@ -74,14 +74,15 @@ def _until_stopped(config: TrainConfig) -> int:
 
 def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
     """Train; return whether the run stopped before its last step."""
+    watch = watch or preemption.Watch(None, timedelta(0))
     os.environ.setdefault("FSHARDING_DISK", str(config.out))
     chosen = recipe(config.preset)
     model = job.model_of(config)
     schedule = _schedule(config, chosen)
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
-    swaps = {swap.step: swap for swap in job.parse_swaps(config.swap_at)}
+    swaps = job.parse_swaps(config.swap_at)
     with ExitStack() as held:
-        state, data, validation, source, first = _begin(config, model, opt, [*swaps.values()], held)
+        state, data, validation, source, first = _begin(config, model, opt, swaps, held)
         if first < config.steps:
             # Read before any file changes: bad data must leave an earlier run intact.
             shard = Shard(*fs.data_rank_and_size(state.layout.mesh))
@@ -92,16 +93,18 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
         size = state_bytes(state)
         longest_step = 0.0
         longest_save = size / 1e8  # 100 MB/s until the first save
-        if watch is not None:
-            watch.margin = _margin(longest_step, longest_save)
+        watch.margin = _margin(longest_step, longest_save)
         done = first
         saved = first if _is_own(config, source) else -1
         stopped = preemption.requested(state.layout.mesh)
         log = _open_log(config, source, first, state, held)
         while done < config.steps and not stopped:
             began = time.perf_counter()
-            if done in swaps and done > first:
-                state = _swap(config, state, swaps[done])
+            past = [swap for swap in swaps if swap.step <= done]
+            if past and past[-1].step == done > first:
+                # A mesh that stays is the same object: a new one would have groups of its own.
+                mesh = None if past[-1].mesh else state.layout.mesh
+                state = fs.reshard(state, _layout(config, model, past, mesh), donate=True)
                 step, validate = _functions(config, model, opt, state)
             rate = schedule(int(state.step))
             tracing = traced(config.out, done + 1, own_rank()) if done + 1 == config.trace else nullcontext()
@@ -129,13 +132,12 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
                 saved = done
                 # Collective: a signal that arrived during the save needs no further step.
                 stopped = stopped or preemption.requested(state.layout.mesh)
-            if watch is not None:
-                watch.margin = _margin(longest_step, longest_save)
+            watch.margin = _margin(longest_step, longest_save)
         if saved != done:
             _save(config, state, data, done)
         stopped = stopped and done < config.steps
         if log is not None:
-            log.finish(f"{done} of {config.steps}: {watch.reason() if watch else ''}" if stopped else "")
+            log.finish(f"{done} of {config.steps}: {watch.reason()}" if stopped else "")
     return stopped
 
 
@@ -157,7 +159,7 @@ class _Begun(NamedTuple):
 
 
 def _begin(
-    config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, swaps: list[Swap], held: ExitStack
+    config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, swaps: Sequence[Swap], held: ExitStack
 ) -> _Begun:
     """Create or load the first state of a run; `held` keeps its directory locked."""
     skip: set[Path] = set()
@@ -165,7 +167,7 @@ def _begin(
     while True:
         choice = choose(config.resume, config.checkpoints, skip)
         first = batches_seen(choice.path) if choice.path is not None else 0
-        layout = _first_layout(config, model, [swap for swap in swaps if swap.step <= first])
+        layout = _layout(config, model, [swap for swap in swaps if swap.step <= first])
         data, validation = job.open_data_of(config)
         _agree(config, data, validation, layout.mesh, choice)
         if not locked:
@@ -236,21 +238,18 @@ def _agree(config: TrainConfig, data: Data, validation: Data | None, mesh: Any, 
         refuse_differences(compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=mesh.device_type))
 
 
-def _mesh(config: TrainConfig, text: str) -> Any:
-    axes: dict[str, Any] = {"dp": -1, **parse_axes(text)}
-    return fs.make_mesh(timeout=timedelta(seconds=config.timeout), **axes)
-
-
-def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> fs.Layout:
-    """Plan the first layout of a run: the options, changed by swaps before that step."""
+def _layout(config: TrainConfig, model: Model, swaps: Sequence[Swap], mesh: Any = None) -> fs.Layout:
+    """Plan the layout of the options as some swaps, in the order of their steps, change them."""
     strategy = config.strategy
     dtype = config.dtype
-    text = config.mesh
+    axes = config.mesh
     for swap in swaps:
         strategy = swap.strategy or strategy
         dtype = swap.dtype or dtype
-        text = swap.mesh or text
-    mesh = _mesh(config, text)
+        axes = swap.mesh or axes
+    if mesh is None:
+        sizes: dict[str, Any] = {"dp": -1, **parse_axes(axes)}
+        mesh = fs.make_mesh(timeout=timedelta(seconds=config.timeout), **sizes)
     where = job.offloaded("fsharding train", strategy, config.offload)
     return fs.plan_layout(model, mesh, strategy=where, precision=PRECISIONS[dtype], stages=job.stages(config, mesh))
 
@@ -283,19 +282,6 @@ def _batch(data: Data, number: int, state: TrainState) -> dict[str, torch.Tensor
     mesh: Any = state.layout.mesh
     batch = ops.cut_sequence(data.batch(number, Shard(*fs.data_rank_and_size(mesh))), mesh=mesh)
     return {name: values.to(mesh.device_type) for name, values in batch.items()}
-
-
-def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
-    """Reshard the state, which is donated, to a different strategy, precision or mesh."""
-    layout = state.layout
-    if swap.mesh:
-        mesh = _mesh(config, swap.mesh)
-        layout = layout.with_mesh(mesh, job.stages(config, mesh) or {})
-    if swap.dtype:
-        layout = layout.with_precision(PRECISIONS[swap.dtype])
-    if swap.strategy:
-        layout = layout.with_strategy(job.offloaded("fsharding train", swap.strategy, config.offload))
-    return fs.reshard(state, layout, donate=True)
 
 
 def _save(config: TrainConfig, state: TrainState, data: Data, batches: int) -> None:

@@ -15,7 +15,7 @@ from fsharding.base.local_paths import URL_MEND, is_url
 from fsharding.mesh.abstract_mesh import AXES, parse_axes, unknown_axis
 from fsharding.sharding.strategy_names import STRATEGY_NAMES, meant_strategy
 
-__all__ = ["check_numbers", "check_options", "check_values", "option", "parse_trackers"]
+__all__ = ["check_options", "check_values", "option", "parse_trackers"]
 
 DTYPES = ("float32", "bfloat16", "float16", "fp8", "fp8-block", "mxfp8", "nvfp4")
 OPTIMIZERS = ("adamw", "lion", "muon", "adafactor")
@@ -87,7 +87,7 @@ def parse_trackers(given: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_values(command: str, config: Any) -> None:
-    """Refuse unknown names and axes, URLs, and paths where nothing is."""
+    """Refuse unknown names and axes, URLs, paths where nothing is, and numbers out of range."""
     values = vars(config)
     for name, known in _NAMES.items():
         if name in values and values[name] not in known:
@@ -105,11 +105,6 @@ def check_values(command: str, config: Any) -> None:
         if axis not in AXES:
             raise MeshError(report(f"{command} --mesh {values['mesh']} {unknown_axis(axis)}"))
     _check_paths(command, values)
-
-
-def check_numbers(command: str, config: Any) -> None:
-    """Refuse numbers that are out of range."""
-    values = vars(config)
     wrong = [
         f"{option(name)} {values[name]}: {rule}"
         for names, holds, rule in _NUMBERS

@@ -20,7 +20,7 @@ from fsharding.apps.cli.doctor import doctor
 from fsharding.apps.cli.generate import check_generate, generate
 from fsharding.apps.cli.starting import hold_again, tell
 from fsharding.apps.cli.train import train
-from fsharding.apps.cli.usage import check_numbers, check_values
+from fsharding.apps.cli.usage import check_values
 from fsharding.base.calls import call_as
 from fsharding.base.errors import ConfigError, MeshError, RankError, message, printable, report
 from fsharding.base.untrusted import read_json
@@ -202,7 +202,6 @@ def _name(value: Any) -> Name:
 def preview(config: declared.PlanConfig) -> None:
     """Print the memory of a preset on a mesh that need not exist; bytes equal `layout.memory()`."""
     check_values("fsharding plan", config)
-    check_numbers("fsharding plan", config)
     axes = parse_axes(config.mesh)
     if free := [axis for axis, size in axes.items() if size == -1]:
         mend = "Write the size of each axis: the number of ranks isn't known here."
