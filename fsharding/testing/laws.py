@@ -150,11 +150,8 @@ def assert_matches_reference(
         >>> assert_matches_reference(doubled, doubled, {"w": torch.ones(4, 2)}, shardings=[layout.params])
     """
     result = fn(*(_placed(arg, where) for arg, where in zip(args, shardings, strict=True)))
-    want = reference(*args)
-    own, spec = tree.flatten(result)
-    theirs = tree.flatten_up_to(spec, want)
-    here = tree.unflatten(spec, [node.value if isinstance(node, Local) else local_of(node) for node in own])
-    parts = tree.unflatten(spec, [_shard(full, node) for full, node in zip(theirs, own, strict=True)])
+    here = tree.map(lambda node: node.value if isinstance(node, Local) else local_of(node), result)
+    parts = tree.map(_shard, result, reference(*args))
     compare(here, parts, what, None if rtol == atol == 0 else (rtol, atol))
 
 
@@ -202,15 +199,10 @@ def _inner(a: Tree, b: Tree, mesh: Mesh, same: Sequence[str]) -> tuple[float, fl
 def _placed(arg: Tree, where: Tree) -> Tree:
     if where is None:
         return arg
-    flat, spec = tree.flatten(arg)
-    shardings = tree.flatten_up_to(spec, where)
-    return tree.unflatten(
-        spec,
-        [x if s is None else s.to_dtensor(local_part(x, s), x.shape) for x, s in zip(flat, shardings, strict=True)],
-    )
+    return tree.map(lambda x, s: x if s is None else s.to_dtensor(local_part(x, s), x.shape), arg, where)
 
 
-def _shard(full: Tensor, node: Any) -> Tensor:
+def _shard(node: Any, full: Tensor) -> Tensor:
     if isinstance(node, Local):
         return local_part(full, node.sharding)
     return local_part(full, sharding_of(node)) if isinstance(node, DTensor) else full

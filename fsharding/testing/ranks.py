@@ -120,8 +120,8 @@ def _perform(call: bytes) -> Any:
         torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.resetwarnings()
-        for action, text, category, module, line in reversed(filters):
-            warnings.filterwarnings(action, text, category, module, line)
+        # Right after a reset, which makes Python forget what earlier filters decided about a line.
+        cast("list[Any]", warnings.filters).extend(filters)
         return fn(*args, **kwargs)
 
 
@@ -406,7 +406,7 @@ def run_ranks(
 
 def _pack(fn: Callable[..., Any], seed: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     try:
-        return pickle.dumps((sys.path, [_plain(*item) for item in warnings.filters], seed, _body(fn, args, kwargs)))
+        return pickle.dumps((sys.path, warnings.filters, seed, _body(fn, args, kwargs)))
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
         mend = "Define the function at the top level of a module, and pass tensors, numbers and containers of them."
@@ -431,8 +431,3 @@ def _body(*call: Any) -> bytes:
         mend = "Install cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
         raise ConfigError(report(f"fs.run_ranks {rule}", mend=mend))
     return pickle.dumps(call)
-
-
-def _plain(*warning_filter: Any) -> tuple[Any, ...]:
-    """Return a warning filter with its patterns as text."""
-    return tuple(getattr(part, "pattern", "" if part is None else part) for part in warning_filter)

@@ -36,7 +36,7 @@ __all__ = [
     "train_cases", "trees",
 ]  # fmt: skip
 
-LazyTensor = Callable[[SearchStrategy[Any]], Any]
+_Draw = Callable[[SearchStrategy[Any]], Any]  # not `st.DrawFn`: `functools.cache` hides what a strategy draws
 
 _SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 0)
 _KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float64)
@@ -52,7 +52,7 @@ _flag = st.booleans()
 
 @st.composite
 def meshes(
-    draw: LazyTensor, max_ranks: int = 8, axes: Sequence[str] = AXES, orders: bool = True, subset_of: int | None = None
+    draw: _Draw, max_ranks: int = 8, axes: Sequence[str] = AXES, orders: bool = True, subset_of: int | None = None
 ) -> AbstractMesh:
     """Generate meshes of up to `max_ranks` ranks; shrinks to one rank."""
     most = max_ranks if subset_of is None else min(max_ranks, subset_of)
@@ -76,7 +76,7 @@ _AXIS_SIZES = (1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8)
 
 
 @st.composite
-def specs(draw: LazyTensor, shape: Sequence[int] | int, mesh: AbstractMesh) -> PartitionSpec:
+def specs(draw: _Draw, shape: Sequence[int] | int, mesh: AbstractMesh) -> PartitionSpec:
     """Generate specs in which every axis of a mesh shards at most one dim, in any order; shrinks to `P()`."""
     ndim = shape if isinstance(shape, int) else len(shape)
     by_dim: list[list[str]] = [[] for _ in range(ndim + 1)]  # the first list has the axes that shard no dim
@@ -86,7 +86,7 @@ def specs(draw: LazyTensor, shape: Sequence[int] | int, mesh: AbstractMesh) -> P
 
 
 @st.composite
-def shardings(draw: LazyTensor, shape: Sequence[int], mesh: AbstractMesh, *, assigned: bool = True) -> NamedSharding:
+def shardings(draw: _Draw, shape: Sequence[int], mesh: AbstractMesh, *, assigned: bool = True) -> NamedSharding:
     """Generate shardings of a tensor on a mesh; shrinks to a replicated one."""
     explicit = draw(_flag)
     spec = draw(specs(shape, mesh))
@@ -102,7 +102,7 @@ def shardings(draw: LazyTensor, shape: Sequence[int], mesh: AbstractMesh, *, ass
     return NamedSharding(mesh, spec, (), (Assigned.indices(axis, dim, owned),))
 
 
-def _owned(draw: LazyTensor, count: int, owners: int) -> list[list[int]]:
+def _owned(draw: _Draw, count: int, owners: int) -> list[list[int]]:
     """Assign each index below `count` to one of the owners, in any order."""
     owner = [draw(_upto(owners - 1)) for _ in range(count)]
     order = draw(_shuffled(tuple(range(count))))
@@ -122,7 +122,7 @@ def shapes(max_dims: int = 3) -> SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def leaves(
-    draw: LazyTensor,
+    draw: _Draw,
     dtypes: Sequence[torch.dtype] = _KINDS,
     max_dims: int = 3,
     *,
@@ -148,7 +148,7 @@ def leaves(
 _leaves = functools.cache(leaves)
 
 
-def _in_parts(draw: LazyTensor, name: DimName, size: int) -> DimName:
+def _in_parts(draw: _Draw, name: DimName, size: int) -> DimName:
     """Generate the name of a dim of up to three fused parts, which may be empty."""
     if name not in _MODEL_NAMES:
         return name
@@ -157,7 +157,7 @@ def _in_parts(draw: LazyTensor, name: DimName, size: int) -> DimName:
 
 
 @st.composite
-def trees(draw: LazyTensor, dtypes: Sequence[torch.dtype] = _KINDS, *, fused: bool = True) -> Tree:
+def trees(draw: _Draw, dtypes: Sequence[torch.dtype] = _KINDS, *, fused: bool = True) -> Tree:
     """Generate trees of dicts, lists and NamedTuples, some with a stack `blocks`; shrinks to `{"a": Leaf()}`."""
     plain = _leaves(tuple(dtypes), fused=fused)
 
@@ -181,7 +181,7 @@ _trees = functools.cache(trees)
 
 
 @st.composite
-def rules(draw: LazyTensor) -> AxisRules:
+def rules(draw: _Draw) -> AxisRules:
     """Generate rules for all names that `leaves` uses; shrinks to the default ones."""
     if not draw(_flag):
         return DEFAULT_RULES
@@ -203,7 +203,7 @@ _meshes = functools.cache(meshes)
 
 @st.composite
 def homes(
-    draw: LazyTensor,
+    draw: _Draw,
     tree: Tree,
     mesh: AbstractMesh | None = None,
     precisions: Sequence[Precision] = (FP32, BF16),
@@ -214,14 +214,12 @@ def homes(
     return _home(draw, tree, draw(_meshes()) if mesh is None else mesh, tuple(precisions), stages)
 
 
-def _home(
-    draw: LazyTensor, tree: Tree, mesh: AbstractMesh, precisions: tuple[Precision, ...], stages: bool = True
-) -> Home:
+def _home(draw: _Draw, tree: Tree, mesh: AbstractMesh, precisions: tuple[Precision, ...], stages: bool = True) -> Home:
     owners = _stages(draw, tree, mesh.axis_size("pp")) if stages else {}
     return Home(mesh, draw(_STRATEGIES), draw(_RULES), draw(_pick(precisions)), owners)
 
 
-def _stages(draw: LazyTensor, tree: Tree, size: int) -> dict[str, Any]:
+def _stages(draw: _Draw, tree: Tree, size: int) -> dict[str, Any]:
     """Generate stages: subtrees on any stage, and layers of stacks on any stage in any order."""
     result: dict[str, Any] = {}
     for name in tree if size > 1 else ():
@@ -233,7 +231,7 @@ def _stages(draw: LazyTensor, tree: Tree, size: int) -> dict[str, Any]:
 
 
 @st.composite
-def layouts(draw: LazyTensor, tree: Tree, mesh: AbstractMesh | None = None) -> Layout:
+def layouts(draw: _Draw, tree: Tree, mesh: AbstractMesh | None = None) -> Layout:
     """Generate layouts of a tree of leaves on an abstract mesh; shrinks to replication on one rank."""
     # On ranks, `layout.with_mesh(device_mesh(layout.mesh))` is the same layout with devices.
     where = draw(_meshes()) if mesh is None else mesh
@@ -241,7 +239,7 @@ def layouts(draw: LazyTensor, tree: Tree, mesh: AbstractMesh | None = None) -> L
 
 
 @st.composite
-def reshard_cases(draw: LazyTensor, max_ranks: int = 8, *, subsets: bool = True, exact: bool = False) -> ReshardCase:
+def reshard_cases(draw: _Draw, max_ranks: int = 8, *, subsets: bool = True, exact: bool = False) -> ReshardCase:
     """Generate a tree and two homes on any two meshes; shrinks to one replicated leaf that stays on one rank."""
     tree = draw(_trees((torch.float32,) if exact else _KINDS, fused=not exact))
     precision = FP32 if exact else draw(_pick((FP32, BF16)))
@@ -251,7 +249,7 @@ def reshard_cases(draw: LazyTensor, max_ranks: int = 8, *, subsets: bool = True,
 
 
 @st.composite
-def train_cases(draw: LazyTensor, max_ranks: int = 8) -> TrainCase:
+def train_cases(draw: _Draw, max_ranks: int = 8) -> TrainCase:
     """Generate runs on any mesh that train at least one leaf; shrinks to one step of one leaf on one rank."""
     leaves = draw(_trees((torch.float32, torch.int64), fused=False).filter(_trains))
     return TrainCase(
