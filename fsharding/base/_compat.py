@@ -310,16 +310,9 @@ _SPEC = operator.attrgetter("_spec")
 
 def same_kind(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
     """Return whether tensors are pairwise DTensors with the same spec object, or plain with equal shapes and dtypes."""
-    if len(xs) != len(ys):
-        return False
-    if {*map(type, xs), *map(type, ys)} == {DTensor}:
+    if len(xs) == len(ys) and {*map(type, xs), *map(type, ys)} == {DTensor}:
         return all(map(operator.is_, map(_SPEC, xs), map(_SPEC, ys)))
-    return all(
-        isinstance(y, DTensor) and x._spec is y._spec
-        if isinstance(x, DTensor)
-        else not isinstance(y, DTensor) and x.shape == y.shape and x.dtype == y.dtype
-        for x, y in zip(xs, ys, strict=True)
-    )
+    return same_glances([*map(glance, xs)], [*map(glance, ys)])
 
 
 def glance(x: Any) -> tuple[Any, ...]:
