@@ -304,24 +304,24 @@ def offences_of_measures(module: Module) -> list[str]:
 # Lines of `.py` files with docstrings, by room; "" has the files beside the rooms. A change that makes a room smaller
 # lowers its budget to the new size plus one percent; none raises it. The goals are 41,000 for the library, 48,000 in all.
 LINES = {
-    "": 293,
-    "base": 2_586,
+    "": 230,
+    "base": 2_579,
     "formats": 1_635,
-    "mesh": 3_364,
-    "sharding": 3_526,
+    "mesh": 3_324,
+    "sharding": 3_479,
     "comm": 4_971,
     "ops": 3_054,
-    "transforms": 4_306,
+    "transforms": 4_305,
     "optim": 3_528,
     "models": 1_900,
     "pipeline": 2_157,
-    "train": 4_695,
+    "train": 4_694,
     "checkpoint": 4_316,
     "foreign": 1_580,
-    "interop": 4_974,
-    "testing": 1_491,
+    "interop": 4_898,
+    "testing": 1_476,
     "contrib": 3_636,
-    "apps": 3_248,
+    "apps": 3_226,
 }
 ABOVE_THE_CORE = {"apps", "contrib"}
 
@@ -331,12 +331,12 @@ COUNTS = {
     "floors": 12,
     "files that name a memory kind": 9,
     "files that know low precision": 16,
-    "records of a leaf and where it is": 13,
+    "records of a leaf and where it is": 12,
     "functions of nine parameters or more": 9,
     "functions of more than 80 lines": 0,
     "marks of public names": 0,
 }
-COMMENTS = 1017
+COMMENTS = 1021
 
 LOW_PRECISION = re.compile(r"\b(Blocks|Quantized|CodedMoment|is_coded|columnwise|plan_scales|CodePlan|amax)\b")
 MEMORY_KINDS = {"host", "disk"}
