@@ -32,50 +32,29 @@ __all__ = ["Dispatched", "Plan", "capacity_of", "combine", "dispatch", "experts_
 class _Reorder:
     """Put rows in a different order: row j of the result is row `order[j]`; `inverse` is the way back."""
 
-    # Rows of the result that aren't `filled` are zero; on the way back, rows that aren't `back_filled`.
+    # Rows of the result that aren't `filled` are zero; on the way back, rows that aren't `back_filled`. With `copies`,
+    # each row is repeated first; the way back sums the copies of a row in the order of choices, on every mesh.
     order: Tensor
     inverse: Tensor
     filled: Tensor | None = None
     back_filled: Tensor | None = None
+    copies: int = 0  # 0 reorders only
+    back: bool = False
     dim: int = 0
 
     def run(self, x: Tensor) -> Tensor:
-        return self.select(x, self.order)
-
-    def select(self, x: Tensor, order: Tensor) -> Tensor:
-        """Take rows of x by number, and clear rows that aren't filled."""
-        rows = x.index_select(self.dim, order)
-        if self.filled is None:
+        rows = x.index_select(self.dim, self.order if self.back or not self.copies else self.order // self.copies)
+        if self.filled is not None:
+            rows = rows.masked_fill(self.filled.logical_not().view(-1, *(1,) * (x.ndim - self.dim - 1)), 0)
+        if not (self.back and self.copies):
             return rows
-        empty = self.filled.logical_not().view(-1, *(1,) * (x.ndim - self.dim - 1))
-        return rows.masked_fill(empty, 0)
+        return rows.unflatten(self.dim, (self.order.numel() // self.copies, self.copies)).sum(self.dim + 1)
 
     def dual(self) -> _Reorder:
-        return replace(self, order=self.inverse, inverse=self.order, filled=self.back_filled, back_filled=self.filled)
+        return _Reorder(self.inverse, self.order, self.back_filled, self.filled, self.copies, not self.back, self.dim)
 
     def batched(self) -> Linear:
         return replace(self, dim=self.dim + 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Spread:
-    """Repeat each row `copies` times, then reorder. The transpose sums copies in the order of choices, everywhere."""
-
-    rows: _Reorder
-    copies: int
-    back: bool = False
-
-    def run(self, x: Tensor) -> Tensor:
-        if not self.back:
-            return self.rows.select(x, self.rows.order // self.copies)
-        dim, count = self.rows.dim, self.rows.inverse.numel() // self.copies
-        return self.rows.dual().run(x).unflatten(dim, (count, self.copies)).sum(dim + 1)
-
-    def dual(self) -> Linear:
-        return replace(self, back=not self.back)
-
-    def batched(self) -> Linear:
-        return replace(self, rows=replace(self.rows, dim=self.rows.dim + 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +165,7 @@ def dispatch(
     weights, full = routing.weights, found.overflow
     weights = weights if full is None else weights.masked_fill(full, torch.nan)
     plan = Plan(**vars(found), weights=weights, axis=axes, mesh=where)
-    rows = apply_linear(x_ND, _Spread(plan.by_expert, chosen_NK.shape[1]))
+    rows = apply_linear(x_ND, replace(plan.by_expert, copies=chosen_NK.shape[1]))
     if plan.arrived is not None:
         rows = all_to_all_rows(rows, axes, send=plan.send, receive=plan.receive, mesh=where)
         rows = apply_linear(rows, plan.arrived)
