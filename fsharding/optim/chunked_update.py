@@ -75,11 +75,6 @@ def init_moments(params: Tree, moments: MomentType, context: InitContext, *, roo
 
 
 # ------------------------------------------------------------------------------------------------------------ an update
-Batch: TypeAlias = list[tuple[int, Chunk]]
-"""Chunks that are computed together, each with the index of its leaf."""
-
-_Change: TypeAlias = Callable[[Batch, list[list[Tensor]], bool], None]
-
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
 """The dtype and device in which a leaf is computed."""
 
@@ -90,93 +85,35 @@ class Part(NamedTuple):
     leaf: ChunkedLeaf
     result: Tensor
     grad: Tensor
-    moments: list[Any]  # tensors, and moments in low precision; all are overwritten
+    moments: list[Tensor | CodedChunks]  # all are overwritten
     kind: Kind
 
 
-_CodedMoments: TypeAlias = dict[tuple[str, int], CodedChunks]  # by role and number of the leaf
+Batch: TypeAlias = list[tuple[Part, Chunk]]
+"""Chunks of one kind that are computed together."""
 
 
-def _change_chunks(
-    parts: Sequence[Part], change: _Change, key: Callable[[], Tensor], *, stochastic: bool, finite: Tensor | None
-) -> None:
-    """Change moments in place, some chunks at a time. Collective if a block is on several ranks."""
-    # `change` gets chunks of one kind, their moments, which it overwrites, and whether this is a trial, in which it
-    # overwrites nothing else. Roots, and stochastic formats, are rounded stochastically whatever `stochastic` is.
-    columns = zip(*(part.moments for part in parts), strict=True)
-    coded = {
-        (role, i): CodedChunks(m, stochastic=stochastic)
-        for role, column in zip(ROLES, columns, strict=False)
-        for i, m in enumerate(column)
-        if not isinstance(m, Tensor)
-    }
-    known = _shared_maxima(parts, coded, change)
-    for batch in _batches(parts, range(len(parts))):
-        wider = _widened(batch, parts, coded)
-        change(batch, wider, False)
-        for at, chunk, x in _of_coded(batch, wider, coded):
-            leaf = parts[at[1]].leaf
-            noise = leaf.noise(key(), at[0], chunk.box, x.device) if coded[at].format.stochastic else None
-            largest = known[at][chunk.of_scales] if at in known else None
-            coded[at].rounded(leaf, chunk, x, largest, noise, finite)
-    # Not earlier: other chunks are decoded with the old scales. A rank writes the scales of all blocks, including
-    # blocks that only other ranks have parts of.
-    for at, largest in known.items():
-        overwrite(coded[at].scales, coded[at].scales_of(largest).blocks, finite)
-
-
-def _batches(parts: Sequence[Part], of: Iterable[int]) -> Iterator[Batch]:
+def _batches(parts: Sequence[Part]) -> Iterator[Batch]:
     """Group chunks of leaves by kind, in batches of about as many elements as fit into a cache."""
-    members: dict[Kind, list[int]] = {}
-    for i in of:
-        members.setdefault(parts[i].kind, []).append(i)
-    for (_, device), numbers in members.items():
-        limit = chunk_size(device)
-        chunks = ((i, chunk) for i in numbers for chunk in parts[i].leaf.chunks(limit))
-        yield from in_buckets(chunks, lambda part: boxes.volume(part[1].box), limit)
+    for kind in dict.fromkeys(part.kind for part in parts):
+        limit = chunk_size(kind[1])
+        chunks = ((part, chunk) for part in parts if part.kind == kind for chunk in part.leaf.chunks(limit))
+        yield from in_buckets(chunks, lambda member: boxes.volume(member[1].box), limit)
 
 
-def _widened(batch: Batch, parts: Sequence[Part], coded: _CodedMoments) -> list[list[Tensor]]:
-    """Return the chunks of all moments: decoded, or views of the stored tensors."""
-
-    def widened(role: str, k: int, i: int, chunk: Chunk) -> Tensor:
-        leaf, moment = parts[i].leaf, parts[i].moments[k]
-        return coded[role, i].widened(leaf, chunk) if (role, i) in coded else chunk.of(moment)
-
-    roles = ROLES[: len(parts[0].moments)]
-    return [[widened(role, k, i, chunk) for i, chunk in batch] for k, role in enumerate(roles)]
+def _widened(moment: Tensor | CodedChunks, chunk: Chunk) -> Tensor:
+    return moment.widened(chunk) if isinstance(moment, CodedChunks) else chunk.of(moment)
 
 
-def _of_coded(
-    batch: Batch, columns: list[list[Tensor]], coded: _CodedMoments
-) -> Iterator[tuple[tuple[str, int], Chunk, Tensor]]:
-    """Return the chunks of a batch that were decoded."""
-    for role, column in zip(ROLES, columns if coded else (), strict=False):
-        for (i, chunk), x in zip(batch, column, strict=True):
-            if (role, i) in coded:
-                yield (role, i), chunk, x
-
-
-def _shared_maxima(parts: Sequence[Part], coded: _CodedMoments, change: _Change) -> dict[tuple[str, int], Tensor]:
-    """Return the largest magnitude of each block, for leaves whose blocks span ranks, after a trial update."""
-    own = {
-        at: torch.zeros(m.scales.shape, dtype=torch.float32, device=m.scales.device)
-        for at, m in coded.items()
-        if parts[at[1]].leaf.shared
-    }
-    for batch in _batches(parts, dict.fromkeys(i for _, i in own)):
-        wider = [[x.clone() for x in column] for column in _widened(batch, parts, coded)]
-        change(batch, wider, True)
-        for at, chunk, x in _of_coded(batch, wider, coded):
-            here = own[at][chunk.of_scales]
-            here.copy_(torch.maximum(here, coded[at].largest(parts[at[1]].leaf, chunk, x)))
-    # One exchange per mesh on which blocks span ranks, in the order of the leaves, which is the same on all ranks.
-    for mesh in dict.fromkeys(part.leaf.mesh for part in parts if part.leaf.shared):
+def _share_maxima(parts: Sequence[Part]) -> None:
+    """All-reduce (max) the magnitudes of blocks that ranks share."""
+    # One exchange per mesh, in the order of the leaves, which is the same on all ranks.
+    for mesh in dict.fromkeys(part.leaf.mesh for part in parts):
         assert mesh is not None
-        of_mesh = [at for at in own if parts[at[1]].leaf.mesh == mesh]
-        values = largest_over([own[at] for at in of_mesh], [parts[i].leaf.shared for _, i in of_mesh], mesh)
-        own |= dict(zip(of_mesh, values, strict=True))
-    return own
+        coded = [m for part in parts if part.leaf.mesh == mesh for m in part.moments if isinstance(m, CodedChunks)]
+        maxima = largest_over([m.largest for m in coded], [m.leaf.shared for m in coded], mesh)
+        for m, largest in zip(coded, maxima, strict=True):
+            m.largest = largest
 
 
 def rounds_by_key(params: Iterable[Tensor], context: UpdateContext) -> bool:
@@ -228,34 +165,48 @@ def write_param(
 
 
 def _run_on_chunks(
-    kernel: Kernel, step: Step, of_leaves: Sequence[Part], context: UpdateContext, *, in_place: bool, copied: bool
+    kernel: Kernel, step: Step, parts: Sequence[Part], context: UpdateContext, *, in_place: bool, copied: bool
 ) -> None:
     """Run a kernel on copies of chunks, and round its results: values in place, or updates into zeros."""
+    # Collective if a block is on several ranks, which need one scale: a trial finds its largest magnitude first. It
+    # overwrites nothing. A rank then writes the scales of all blocks, including blocks that only other ranks have
+    # parts of, and not before all chunks are updated: others are decoded with the old scales.
     key = functools.cache(lambda: step_key(context, step.count))
 
-    def change(batch: Batch, parts: list[list[Tensor]], trial: bool) -> None:
-        dtype = of_leaves[batch[0][0]].kind[0]
-        old = [chunk.of(of_leaves[i].result) for i, chunk in batch]
+    def run(batch: Batch, *, trial: bool) -> None:
+        dtype = batch[0][0].kind[0]
+        old = [chunk.of(part.result) for part, chunk in batch]
         values = [x.to(dtype, copy=trial).contiguous() for x in old] if in_place else None
-        given = [chunk.of(of_leaves[i].grad).to(dtype, copy=trial or copied).contiguous() for i, chunk in batch]
-        wider = [[x.to(dtype).contiguous() for x in column] for column in parts]
-        new = kernel(values, given, *wider, step)
-        for role, column, computed in zip(ROLES, parts, wider, strict=False):
-            changed = [
-                (x, y if trial else round_moment(y, x.dtype, context, of_leaves[i].leaf, role, chunk, key))
-                for (i, chunk), x, y in zip(batch, column, computed, strict=True)
-                if x is not y
-            ]
+        grads = [chunk.of(part.grad).to(dtype, copy=trial or copied).contiguous() for part, chunk in batch]
+        # By moment: its chunks, decoded or views of stored tensors.
+        stored = [*zip(*([_widened(m, chunk) for m in part.moments] for part, chunk in batch), strict=True)]
+        wider = [[x.to(dtype, copy=trial).contiguous() for x in column] for column in stored]
+        new = kernel(values, grads, *wider, step)
+        for k, (role, before, after) in enumerate(zip(ROLES, stored, wider, strict=False)):
+            changed: list[tuple[Tensor, Tensor]] = []
+            for (part, chunk), x, y in zip(batch, before, after, strict=True):
+                m = part.moments[k]
+                if isinstance(m, CodedChunks):
+                    m.note(chunk, y.float()) if trial else m.write(chunk, y.float(), role, key, step.finite)
+                elif x is not y and not trial:
+                    changed.append((x, round_moment(y, x.dtype, context, part.leaf, role, chunk, key)))
             _compat.foreach_copy_([x for x, _ in changed], [y for _, y in changed])
-        if trial:
-            return
-        for (i, chunk), x, y in zip(batch, old, new, strict=True):
+        for (part, chunk), x, y in zip(batch, old, new, strict=True) if not trial else ():
             if not in_place:
                 x.copy_(y)
             elif x is not y:
-                write_param(x, y, context, of_leaves[i].leaf, chunk, key)
+                write_param(x, y, context, part.leaf, chunk, key)
 
-    _change_chunks(of_leaves, change, key, stochastic=context.rounding != "nearest", finite=step.finite)
+    shared = [part for part in parts if part.leaf.shared]
+    for batch in _batches(shared):
+        run(batch, trial=True)
+    _share_maxima(shared)
+    for batch in _batches(parts):
+        run(batch, trial=False)
+    for part in shared:
+        for m in part.moments:
+            if isinstance(m, CodedChunks):
+                m.write_scales(step.finite)
 
 
 # ----------------------------------------------------------------------------------------------------- a rule on leaves
@@ -309,7 +260,14 @@ def run_rule(
             # 8-bit moments are computed in float32 even if the gradient is wider; the update has the gradient's width.
             wider = [kinds[i][0] if _all_tensors(m[i] for m in moments) else wide(g.dtype) for i, g in enumerate(grads)]
             result |= {i: new_zeros(grads[i], dtype or wider[i]) for i in rest}
-        parts = [Part(leaves[i], result[i], grads[i], [m[i] for m in moments], kinds[i]) for i in rest]
+
+        def chunked(moment: Any, leaf: ChunkedLeaf) -> Tensor | CodedChunks:
+            stochastic = context.rounding != "nearest"
+            return moment if isinstance(moment, Tensor) else CodedChunks(moment, leaf, stochastic=stochastic)
+
+        parts = [
+            Part(leaves[i], result[i], grads[i], [chunked(m[i], leaves[i]) for m in moments], kinds[i]) for i in rest
+        ]
         _run_on_chunks(kernel, step, parts, context, in_place=values is not None, copied=copied)
     return [result[i] for i in range(len(grads))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -126,51 +127,56 @@ def coded_zeros(
 
 
 class CodedChunks:
-    """The local values and scales of a moment in low precision, which are overwritten chunk by chunk."""
+    """This rank's shard of a moment in low precision, which is overwritten chunk by chunk."""
 
-    def __init__(self, moment: CodedMoment, *, stochastic: bool = True) -> None:
-        self.root = moment.root  # a root needs half of the range of a second moment
-        self.values = local_of(moment.values)
-        self.scales = local_of(moment.scales)
-        self.format = moment.format.with_rounding("stochastic") if stochastic or moment.root else moment.format
+    # If ranks share blocks, `largest` has the magnitude of every block of the new values: `note` collects it, an
+    # exchange makes it equal on all ranks, and `write_scales` stores the scales at the end. Else chunks write theirs.
 
-    def widened(self, leaf: ChunkedLeaf, chunk: Chunk) -> Tensor:
+    def __init__(self, moment: CodedMoment, leaf: ChunkedLeaf, *, stochastic: bool) -> None:
+        assert leaf.block is not None
+        self.leaf = leaf
+        self._block = leaf.block
+        self._root = moment.root  # a root needs half of the range of a second moment
+        self._values = local_of(moment.values)
+        self._scales = local_of(moment.scales)
+        # Roots are rounded stochastically, whatever `stochastic` is.
+        self._format = moment.format.with_rounding("stochastic") if stochastic or moment.root else moment.format
+        self.largest = torch.zeros(
+            self._scales.shape if leaf.shared else 0, dtype=torch.float32, device=self._scales.device
+        )
+
+    def widened(self, chunk: Chunk) -> Tensor:
         """Decode a chunk to float32, in new memory."""
-        assert leaf.block is not None
-        scales = Scales(self.scales[chunk.of_scales])
-        x = codec.decode(chunk.of(self.values), scales, self.format, block=leaf.block, start=chunk.start)
-        return x.square_() if self.root else x
+        scales = Scales(self._scales[chunk.of_scales])
+        x = codec.decode(chunk.of(self._values), scales, self._format, block=self._block, start=chunk.start)
+        return x.square_() if self._root else x
 
-    def largest(self, leaf: ChunkedLeaf, chunk: Chunk, x: Tensor) -> Tensor:
-        """Return the largest magnitudes of a new chunk in its blocks."""
-        assert leaf.block is not None
-        return codec.amaxes(x.sqrt() if self.root else x, leaf.block, chunk.start)
+    def note(self, chunk: Chunk, x: Tensor) -> None:
+        """Raise `largest` to the magnitudes of a new chunk."""
+        here = self.largest[chunk.of_scales]
+        here.copy_(torch.maximum(here, codec.amaxes(x.sqrt() if self._root else x, self._block, chunk.start)))
 
-    def scales_of(self, amax: Tensor) -> Scales:
-        """Return scales with which no value of a block exceeds the largest number of the format."""
-        # The usual powers of two let values exceed it by up to 1/8; they would be clipped, and never grow again.
-        element = self.format.element
-        room = 2.0 ** (element.exponent + 1) / element.largest if self.format.scale == "e8m0" else 1.0
-        return codec.scales_of(amax * room, self.format)
-
-    def rounded(
-        self,
-        leaf: ChunkedLeaf,
-        chunk: Chunk,
-        x: Tensor,
-        amax: Tensor | None,
-        noise: Tensor | None,
-        finite: Tensor | None,
-    ) -> None:
-        """Write a new chunk, and its scales unless `amax` is given; keep the old ones if `finite` is false."""
-        assert leaf.block is not None
-        if self.root:
-            x = x.sqrt()
-        scales = self.scales_of(codec.amaxes(x, leaf.block, chunk.start) if amax is None else amax)
-        values = codec.encode(x, scales, self.format, block=leaf.block, start=chunk.start, noise=noise)
-        if self.root:
+    def write(self, chunk: Chunk, x: Tensor, role: str, key: Callable[[], Tensor], finite: Tensor | None) -> None:
+        """Write a new chunk, and its scales unless ranks share blocks; keep the old ones if `finite` is false."""
+        noise = self.leaf.noise(key(), role, chunk.box, x.device) if self._format.stochastic else None
+        x = x.sqrt() if self._root else x
+        shared = bool(self.leaf.shared)
+        scales = self._scales_of(self.largest[chunk.of_scales] if shared else codec.amaxes(x, self._block, chunk.start))
+        values = codec.encode(x, scales, self._format, block=self._block, start=chunk.start, noise=noise)
+        if self._root:
             # An update divides by the root, so a root above zero must not become zero.
             values = torch.where((values == 0) & (x > 0), 1, values)
-        overwrite(chunk.of(self.values), values, finite)
-        if amax is None:
-            overwrite(self.scales[chunk.of_scales], scales.blocks, finite)
+        overwrite(chunk.of(self._values), values, finite)
+        if not shared:
+            overwrite(self._scales[chunk.of_scales], scales.blocks, finite)
+
+    def write_scales(self, finite: Tensor | None) -> None:
+        """Write the scales of all blocks, from `largest`; keep the old ones if `finite` is false."""
+        overwrite(self._scales, self._scales_of(self.largest).blocks, finite)
+
+    def _scales_of(self, amax: Tensor) -> Scales:
+        """Return scales with which no value of a block exceeds the largest number of the format."""
+        # The usual powers of two let values exceed it by up to 1/8; they would be clipped, and never grow again.
+        element = self._format.element
+        room = 2.0 ** (element.exponent + 1) / element.largest if self._format.scale == "e8m0" else 1.0
+        return codec.scales_of(amax * room, self._format)
