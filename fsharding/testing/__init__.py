@@ -5,7 +5,7 @@ from fsharding.testing.compare import assert_bitwise_equal, assert_trees_close
 from fsharding.testing.failures import RankFailure
 from fsharding.testing.laws import assert_adjoint, assert_capturable, assert_matches_reference, rank_values
 from fsharding.testing.ranks import RankPool, run_ranks
-from fsharding.train.host_reads import HostReads, counting_host_reads
+from fsharding.train.operations import HostReads, counting_host_reads
 
 __all__ = [
     "Home", "HostReads", "Leaf", "Pair", "RankFailure", "RankPool", "ReshardCase", "TrainCase", "assert_adjoint",

@@ -21,7 +21,7 @@ def test_calls_may_take_other_buffers_of_a_pool():
         torch.empty_like(x).copy_(x)
 
     call()
-    assert [row.text.split("(")[0] for row in check_operations(call).rows] == [
+    assert [row.text.split("(")[0] for row in check_operations(call)] == [
         "aten.fill_.Scalar",
         "aten.copy_.default",
     ]
