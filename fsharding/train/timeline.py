@@ -127,10 +127,11 @@ class _Clock:
                 if row.kind in ("run", "record", "wait"):
                     self._queues.setdefault((rank, row.stream), deque()).append(number)
         self._copies = [_copies(rows) for rows in logs]
+        self._units = [_units(rows) for rows in logs]
         self._now = dict.fromkeys(self._queues, 0.0)
         self._links: dict[tuple[int, Link], float] = {}
         self._events: dict[tuple[int, int], float] = {}
-        self._placed: dict[tuple[int, int], tuple[float, float]] = {}
+        self._placed: dict[tuple[int, int], Span] = {}  # by rank, and number of the row
 
     def advance(self) -> bool:
         """Place the operation that begins first; return False if none is left."""
@@ -142,9 +143,10 @@ class _Clock:
                 raise ValueError(f"streams wait for each other: {'; '.join(waiting)}")
             return False
         first = min(begins, key=begins.__getitem__)
-        ends = begins[first], begins[first] + self._rates.seconds(self._next(first), self._link(first))
+        begin = begins[first]
+        end = begin + self._rates.seconds(self._next(first), self._link(first))
         for queue in {first, self._peer(first) or first}:
-            self._place(queue, *ends)
+            self._place(queue, begin, end)
         return True
 
     def _next(self, queue: _Queue) -> Row:
@@ -190,25 +192,17 @@ class _Clock:
         return max(*(self._now[end] for end in ends), *links, 0.0)
 
     def _place(self, queue: _Queue, begin: float, end: float) -> None:
-        rank, link = queue[0], self._link(queue)
-        self._placed[rank, self._queues[queue].popleft()] = begin, end
+        rank, link, row = queue[0], self._link(queue), self._next(queue)
+        number = self._queues[queue].popleft()
+        copied = self._copies[rank].get(number, "")
+        self._placed[rank, number] = Span(rank, row.stream, row.text, self._units[rank][number], begin, end, copied)
         self._now[queue] = end
         if link:
             self._links[rank, link] = end
 
     def spans(self) -> list[Span]:
-        """Return all operations."""
-        result: list[Span] = []
-        for rank, rows in enumerate(self._logs):
-            units = _units(rows)
-            placed = [
-                (number, self._placed[rank, number]) for number in range(len(rows)) if (rank, number) in self._placed
-            ]
-            copies = self._copies[rank]
-            result += [
-                Span(rank, rows[i].stream, rows[i].text, units[i], *times, copies.get(i, "")) for i, times in placed
-            ]
-        return result
+        """Return all operations, in the order of the logs."""
+        return [self._placed[place] for place in sorted(self._placed)]
 
 
 def _copies(rows: Sequence[Row]) -> dict[int, Link]:
