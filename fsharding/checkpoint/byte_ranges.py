@@ -38,6 +38,12 @@ class Range(NamedTuple):
         offset = self.offset + first * self.dtype.itemsize
         return self._replace(offset=offset, shape=tuple(cut.stop - cut.start for cut in place))
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether elements are contiguous in row-major order."""
+        steps = zip(self.shape, self.strides, boxes.contiguous_strides(self.shape), strict=True)
+        return 0 in self.shape or all(n == 1 or step == dense for n, step, dense in steps)
+
 
 class Window:
     """A file for `zipfile` whose bytes are read on demand, with a limit for one read."""
@@ -91,20 +97,22 @@ def shared(box: Box, parts: Iterable[tuple[Box, T]]) -> Iterator[tuple[T, tuple[
             yield value, boxes.relative(common, part), boxes.relative(common, box)
 
 
-def _new_bytes(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def copy_range(
-    source: Range, out: Tensor, fill: Callable[[int, memoryview], None], room: Callable[[int], Tensor] = _new_bytes
-) -> None:
+def copy_range(source: Range, out: Tensor, fill: Callable[[int, memoryview], None]) -> None:
     """Copy a tensor in a file into `out`, casting where the dtypes differ; `fill` reads bytes into memory."""
+    same = source.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous()
+    if same and source.is_dense:
+        fill(source.offset, memory(out))
+        return
     whole = boxes.full(source.shape)
+    buffer = torch.empty(0, dtype=torch.uint8)  # of all pieces: fresh memory for each would cost page faults
     for piece in pieces(whole, source.dtype.itemsize, source.strides):
         # One read for the piece, including the bytes of the file between its elements.
         place = boxes.relative(piece, whole)
         part = source.part(place)
-        flat = room(span(part.shape, part.strides) * part.dtype.itemsize)
+        size = span(part.shape, part.strides) * part.dtype.itemsize
+        if size > len(buffer):
+            buffer = torch.empty(size, dtype=torch.uint8)
+        flat = buffer[:size]
         fill(part.offset, memory(flat))
         out[place].copy_(flat.view(part.dtype).as_strided(part.shape, part.strides))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-import math
 import os
 import stat
 from collections import OrderedDict
@@ -16,12 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import open_plain
-from fsharding.checkpoint.byte_ranges import Range, Window, copy_range, memory, pread, shared
+from fsharding.checkpoint.byte_ranges import Range, Window, copy_range, pread, shared
 from fsharding.checkpoint.chunks import (
     LARGEST,
     TRUSTED,
@@ -64,37 +62,32 @@ def damage(folder: Path, files: Mapping[str, SavedFile], *, hashed: bool = True)
         elif result.st_size != want.bytes:
             rows.append(f"{name} has {result.st_size:,} bytes, the manifest says {want.bytes:,}")
         elif hashed:
-            digests = (_pull(folder / name, want, i, scratch) for i in range(len(want.sha256)))
-            rows += [row for i, got in enumerate(digests) if (row := _difference(name, want, i, got))][:1]
+            problems = (_read_block(folder, name, want, i, scratch) for i in range(len(want.sha256)))
+            rows += [row for row in problems if row][:1]
     return rows
 
 
-def _difference(name: str, want: SavedFile, block: int, got: str) -> str:
-    if not got:
-        return f"{name} ends before its {want.bytes:,} bytes"
-    if not want.sha256 or got == want.sha256[block]:
-        return ""
-    where = f" in block {block + 1} of {len(want.sha256)}" if len(want.sha256) > 1 else ""
-    return f"{name} has the sha256 {got[:12]}...{where}, the manifest says {want.sha256[block][:12]}..."
-
-
-def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
-    """Hash a block while reading it; return "" if the file ends early. A small target is reused for each piece."""
+def _read_block(folder: Path, name: str, file: SavedFile, block: int, target: memoryview) -> str:
+    """Read and hash a block; return its problem, or "". A target that is too small is reused for each piece."""
     digest = hashlib.sha256()
     start = block * file.block
     size = min(file.block, file.bytes - start)
     whole = len(target) >= size
-    with open_plain(path) as opened:
+    with open_plain(folder / name) as opened:
         for done in range(0, size, _PIECE):
             stop = min(done + _PIECE, size)
             piece = target[done:stop] if whole else target[: stop - done]
             try:
                 pread(opened.fileno(), start + done, piece)
             except EOFError:
-                return ""
+                return f"{name} ends before its {file.bytes:,} bytes"
             if file.sha256:
                 digest.update(piece)
-    return digest.hexdigest()
+    got = digest.hexdigest()
+    if not file.sha256 or got == file.sha256[block]:  # a file of plain torch has no checksums
+        return ""
+    where = f" in block {block + 1} of {len(file.sha256)}" if len(file.sha256) > 1 else ""
+    return f"{name} has the sha256 {got[:12]}...{where}, the manifest says {file.sha256[block][:12]}..."
 
 
 class _Blocks:
@@ -136,12 +129,11 @@ class _Blocks:
         return held
 
     def _check(self, name: str, block: int, target: memoryview) -> None:
-        file = self._files[name]
         try:
-            got = _pull(self._folder / name, file, block, target)
+            row = _read_block(self._folder, name, self._files[name], block, target)
         except (OSError, ValueError) as error:
             raise self._damaged(f"{name}: {getattr(error, 'strerror', None) or error}") from error
-        if row := _difference(name, file, block, got):
+        if row:
             raise self._damaged(row)
 
     def _damaged(self, row: str) -> DamagedError:
@@ -166,7 +158,6 @@ class Source:
         self._inventory = inventory
         self._blocks = _Blocks(folder, files)
         self._parsed: dict[Chunk, Range] = {}  # values of records, each parsed once
-        self._staging: Tensor | None = None
 
     def position(self, path: str, box: Box) -> tuple[str, int]:
         """File and byte of the first part of a box. Reading boxes in this order reads every block once."""
@@ -178,29 +169,16 @@ class Source:
         assert tuple(out.shape) == boxes.shape_of(box), f"{path}: {tuple(out.shape)} is not {box}"
         # Chunks tile their leaf, see `chunks`, so all elements of the box are in some.
         for chunk, there, here in shared(box, ((chunk.box, chunk) for chunk in self._inventory[path].chunks)):
-            self._copy(chunk.place.file, self._values(chunk).part(there), out[here])
+            fill = functools.partial(self._blocks.fill, chunk.place.file)
+            copy_range(self._values(chunk).part(there), out[here], fill)
 
     def located(self) -> list[Chunk]:
         """Parse every record without reading its values, and return all chunks with the places of their values."""
         result: list[Chunk] = []
         for chunk in (chunk for stored in self._inventory.values() for chunk in stored.chunks):
             values = self._values(chunk)
-            result.append(chunk._replace(values=values.offset if _is_dense(values.shape, values.strides) else None))
+            result.append(chunk._replace(values=values.offset if values.is_dense else None))
         return result
-
-    def _copy(self, file: str, source: Range, out: Tensor) -> None:
-        """Copy a tensor of a file, directly if both have the same bytes, else piece by piece through a buffer."""
-        fill = functools.partial(self._blocks.fill, file)
-        same = source.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous()
-        if same and _is_dense(source.shape, source.strides):
-            fill(source.offset, memory(out))
-        else:
-            copy_range(source, out, fill, self._stage)
-
-    def _stage(self, size: int) -> Tensor:
-        if self._staging is None or len(self._staging) < size:
-            self._staging = torch.empty(max(size, _PIECE), dtype=torch.uint8)
-        return self._staging[:size]
 
     def _values(self, chunk: Chunk) -> Range:
         """Find the values of a chunk in its file: a tensor of the chunk's shape and dtype."""
@@ -233,12 +211,6 @@ class Source:
                 rule, mend = f"cannot read a record of {self._folder / name}.", ""
             raise CheckpointError(message(rule, [f"{chunk.path}: {error}"], mend)) from error
         return record
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements are contiguous in row-major order."""
-    steps = zip(shape, stride, boxes.contiguous_strides(shape), strict=True)
-    return not math.prod(shape) or all(n == 1 or step == dense for n, step, dense in steps)
 
 
 def open_source(folder: Path, manifest: Manifest | None, *, as_torch: bool = False) -> Source:

@@ -292,7 +292,7 @@ def test_metadata_above_the_limit_are_not_read(saved, monkeypatch):
     monkeypatch.setattr(reader, "LARGEST", size)
     assert "params.table" in fs.foreign.open_weights(saved).leaves
     monkeypatch.setattr(reader, "LARGEST", size - 1)
-    monkeypatch.setattr(reader, "_pull", None)  # which reads
+    monkeypatch.setattr(reader, "_read_block", None)  # which reads
     text = refusal(fs.foreign.open_weights, saved)
     assert f".metadata has {size:,} bytes; at most {size - 1:,} are read" in text
 
