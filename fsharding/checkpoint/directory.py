@@ -46,37 +46,39 @@ def _aside(target: Path) -> Path:
 
 # ------------------------------------------------------------------------------------------------------------- writing
 @contextlib.contextmanager
-def partial_output(target: Path, *, file: bool = False) -> Generator[Path]:
-    """Lock an empty directory, or a file, next to a target; `place` renames it, and an exception removes it."""
+def partial_output(target: Path) -> Generator[Path]:
+    """Lock an empty directory next to a target; `place` renames it, and an exception removes it."""
     path = partial_of(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path, target, file=file) as lock:
+    with _locked(path, target) as lock:
         try:
-            for name in () if file else os.listdir(path):
-                _remove(path / name)
+            for name in os.listdir(path):
+                (path / name).unlink()
             yield path
         except BaseException:  # also Ctrl-C
             with contextlib.suppress(OSError):  # the next save tries again to remove it
                 if lock.is_at(path):
-                    _remove(path)
+                    shutil.rmtree(path)
             raise
 
 
-def place(target: Path) -> None:
-    """Rename a complete output to its target, which must not exist."""
-    path = partial_of(target)
-    if path.is_dir():
-        sync(path)
-    path.rename(target)
+def place(target: Path, output: Path | None = None) -> None:
+    """Rename a complete output, by default the partial directory, to its target, which must not exist."""
+    output = partial_of(target) if output is None else output
+    sync(output)
+    output.rename(target)
     sync(target.parent)
 
 
 @contextlib.contextmanager
 def writing(target: Path, *, file: bool = False) -> Generator[Path]:
     """Yield a path to write to; it is renamed to the target at the end, or removed if the block raises."""
-    with wording_failures(), naming_path(target), partial_output(target, file=file) as path:
-        yield path
-        place(target)
+    with wording_failures(), naming_path(target), partial_output(target) as folder:
+        # A file is written inside of the directory, so that locks, and what a kill leaves, are always directories.
+        output = folder / target.name if file else folder
+        yield output
+        place(target, output)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -182,11 +184,12 @@ def lock_alone(fd: int) -> Generator[_Lock]:
 
 
 @contextlib.contextmanager
-def _holding(path: Path, target: Path, flags: int = os.O_DIRECTORY) -> Generator[_Lock]:
-    """Lock a directory, or with other flags any file; by default only directories, since opening a pipe would block."""
+def _holding(path: Path, target: Path) -> Generator[_Lock]:
+    """Lock a directory; only directories are opened, since opening a pipe would block."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.ExitStack() as stack:
         try:
-            lock = stack.enter_context(lock_alone(os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)))
+            lock = stack.enter_context(lock_alone(os.open(path, flags)))
         except BlockingIOError as error:
             mend = "Wait for it, or pass a different path."
             text = message(f"cannot write {target}: another save is writing it.", mend=mend)
@@ -195,34 +198,26 @@ def _holding(path: Path, target: Path, flags: int = os.O_DIRECTORY) -> Generator
 
 
 @contextlib.contextmanager
-def _locked(path: Path, target: Path, *, file: bool) -> Generator[_Lock]:
-    """Make a file or a directory, and lock it."""
+def _locked(path: Path, target: Path) -> Generator[_Lock]:
+    """Make a directory and lock it; refuse one with files that no save has written."""
+    rule = f"cannot write {target}: the partial output {path} has content that no save has written."
+    mend = "Move it away, or pass a different path."
     while True:
         with contextlib.suppress(FileExistsError):  # not exist_ok=True, which checks again and may find it removed
-            path.touch(exist_ok=False) if file else path.mkdir()
+            path.mkdir()
         with contextlib.ExitStack() as stack:
             try:
-                lock = stack.enter_context(_holding(path, target, os.O_NOFOLLOW | os.O_NONBLOCK))
+                lock = stack.enter_context(_holding(path, target))
             except FileNotFoundError:  # another save has just finished with it
                 continue
+            except NotADirectoryError as error:
+                raise CheckpointError(message(rule, ["it isn't a directory"], mend)) from error
             if not lock.is_at(path):
                 continue
-            _check_left_by_us(path, target)
-            if path.is_file() == file:
-                yield lock
-                return
-            _remove(path)  # left by an export in a different format
-
-
-def _check_left_by_us(path: Path, target: Path) -> None:
-    """Refuse to remove files that no save has written."""
-    if path.is_dir():
-        rows = sorted(name for name in os.listdir(path) if not _WRITTEN.fullmatch(name))
-    else:
-        rows = [] if path.is_file() else ["it is neither a file nor a directory"]
-    if rows:
-        rule = f"cannot write {target}: the partial output {path} has content that no save has written."
-        raise CheckpointError(message(rule, rows, "Move it away, or pass a different path."))
+            if rows := [x for x in sorted(os.listdir(path)) if x != target.name and not _WRITTEN.fullmatch(x)]:
+                raise CheckpointError(message(rule, rows, mend))
+            yield lock
+            return
 
 
 def clear_stale(root: Path) -> None:
@@ -275,13 +270,6 @@ def wording_failures() -> Generator[None]:
         yield
     except OSError as error:
         raise CheckpointError(message("failed.", [f"{type(error).__name__}: {error}"])) from error
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _is_ours(target: Path) -> bool:

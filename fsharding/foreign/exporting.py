@@ -215,7 +215,7 @@ def _write_torch(leaves: Source, items: Sequence[Item], file: Path) -> None:
         _compat.save_without_data(state, file)
     except RuntimeError as error:  # a short write, such as on a full disk, fails a check of torch's zip writer
         reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(message(f"cannot write {file.parent}.", [reason])) from error
+        raise CheckpointError(message(f"cannot write {file}.", [reason])) from error
     with file.open("r+b") as stream:
         with _compat.shapes_only():
             room = torch.load(stream, map_location="cpu", weights_only=True)

@@ -963,8 +963,7 @@ def test_failed_exports_leave_no_directory_behind(call, error, saved, tmp_path, 
 @pytest.mark.parametrize("call", OUTPUTS)
 def test_two_writers_of_one_target(call, saved, tmp_path):
     """The second is refused while the first writes; what a killed one left is cleared by the next."""
-    left = tmp_path / ".out.partial"
-    left.touch() if call == "torch" else left.mkdir()
+    (left := tmp_path / ".out.partial").mkdir()
     fd = os.open(left, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     before = unchanged(tmp_path)
@@ -981,7 +980,9 @@ def test_only_what_a_save_left_is_cleared_away(call, saved, tmp_path):
     """A directory of somebody's that has the name a save would write to stays as it is."""
     (left := tmp_path / ".out.partial").mkdir()
     (left / "thesis.tex").write_text("years of work")
+    (tmp_path / ".other.partial").touch()
     before = unchanged(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has content that no save has written(.|\n)*thesis\.tex"):
-        write_out(call, saved, tmp_path / "out")
+    for name, what in (("out", "thesis\\.tex"), ("other", "it isn't a directory")):
+        with pytest.raises(CheckpointError, match=rf"has content that no save has written(.|\n)*{what}"):
+            write_out(call, saved, tmp_path / name)
     assert unchanged(tmp_path) == before
