@@ -67,14 +67,10 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
 
 def _everything(state: TrainState) -> dict[str, StateLeaf]:
     """Collect this rank's part of every leaf of a state by path, main parameters and their compute-dtype copies."""
-    result: dict[str, StateLeaf] = {}
-    for kind in ("params", "main"):
-        values = getattr(state, kind)
-        flat = [] if values is None else tree.flatten_up_to(state.layout.structure, values)
-        for leaf, x in zip(state.layout.leaves, flat, strict=False):
-            if x is not None:
-                result[leaf.path_in(kind)] = StateLeaf(leaf.shape, getattr(leaf, kind), local_of(x).detach())
-    return result | leaves_beside(state)
+    held = tree.named_leaves({"params": state.params, "main": state.main})
+    places = {entry.path: (entry.shape, entry.sharding) for entry in state.layout.entries()}
+    params = {path: StateLeaf(*place, local_of(held[path]).detach()) for path, place in places.items()}
+    return params | leaves_beside(state)
 
 
 def shared_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[Holders, list[SharedBox]]:

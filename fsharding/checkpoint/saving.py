@@ -33,7 +33,7 @@ from fsharding.checkpoint.serialized_layout import describe, describe_layout
 from fsharding.checkpoint.state_leaves import StateLeaf, content, objections, own_boxes
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
 from fsharding.comm.tier import tier_of
-from fsharding.mesh.consistency import checksum
+from fsharding.mesh import consistency
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import naming_lost
 from fsharding.mesh.meeting import called_by_all
@@ -161,7 +161,7 @@ class Job:
     target: Path  # the checkpoint's directory
     writes: tuple[Write, ...]
     manifest: Manifest  # without files and chunks
-    group: dist.ProcessGroup | None  # only for saves, so that its collectives can't mix with others
+    group: dist.ProcessGroup | None = None  # only for saves, so that its collectives can't mix with others
     after: Callable[[], None] | None = None  # called by rank 0 once the checkpoint is complete
 
     def copied(self) -> Job:
@@ -203,14 +203,6 @@ def finish(target: Path, manifest: Manifest, written: Sequence[Written]) -> Mani
     return whole
 
 
-class _Checked(NamedTuple):
-    """A rank's part of a state that can be saved."""
-
-    writes: tuple[Write, ...]
-    manifest: Manifest
-    shared: dict[Holders, list[SharedBox]]  # boxes of which other ranks have replicas
-
-
 class _Answer(NamedTuple):
     """What a rank sends to all others before a save."""
 
@@ -236,24 +228,27 @@ def plan_save(
     leaves = content(state)
     target = real_path(path)
     # One collective sends everything that ranks must agree on: facts, checksums of replicas, and positions of data.
-    checked, answers = together(lambda: _check(target, leaves, state, extra, data), group)
-    # All ranks have the same answers from here on, so an error is raised on all of them.
-    _same_everywhere([answer.facts for answer in answers])
-    if rows := differences(checked.shared, [answer.sums for answer in answers]):
+    (job, shared), answers = together(lambda: _check(target, leaves, state, extra, data), group)
+    # All ranks have the same answers from here on, so an error is raised on all of them. Ranks outside the mesh send
+    # fewer facts: each that they lack is taken from the first rank that sends it.
+    facts = {name: value for answer in reversed(answers) for name, value in answer.facts.items()}
+    if rows := consistency.differences({r: facts | answer.facts for r, answer in enumerate(answers)}, each=True):
+        mend = "Give all ranks the same; what differs between them belongs into a sharded leaf, or files of your own."
+        raise CheckpointError(message("got different values on different ranks.", rows, mend))
+    if rows := differences(shared, [answer.sums for answer in answers]):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
         raise CheckpointError(message(rule, rows, MEND))
-    step = next(answer.facts["step"] for answer in answers if "step" in answer.facts)
-    manifest = dataclasses.replace(checked.manifest, step=int(step))
+    manifest = dataclasses.replace(job.manifest, step=int(facts["step"]))
     if data is not None:
         manifest = dataclasses.replace(manifest, data=joined([answer.position for answer in answers]))
         on_all(lambda: _check_positions(manifest, leaves), group)  # on all: `extra`, and so the size, may differ
-    return Job(target, checked.writes, manifest, group, after)
+    return dataclasses.replace(job, manifest=manifest, group=group, after=after)
 
 
 def _check(
     target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra: Any, data: Stateful | None
-) -> tuple[_Checked, _Answer]:
-    """Check that this rank can save a state; return its part, and what it sends to the others."""
+) -> tuple[tuple[Job, dict[Holders, list[SharedBox]]], _Answer]:
+    """Check that this rank can save a state; return its job, its replicas, and what it sends to the others."""
     if data is not None:
         check_stateful(data)
     if rows := objections(leaves):
@@ -276,14 +271,16 @@ def _check(
     facts["data"] = "none" if data is None else "a position"
     if is_member(state.layout.mesh):
         # A rank outside the mesh has outdated plain leaves, from before the mesh changed.
-        facts |= {f"leaf {path}": str(checksum(x.local)) for path, x in leaves.items() if x.sharding is None}
+        facts |= {
+            f"leaf {path}": str(consistency.checksum(x.local)) for path, x in leaves.items() if x.sharding is None
+        }
         facts["step"] = str(int(state.step))
     position = None if data is None else own_position(data, state.layout)
     members = abstract(state.layout.mesh).members
     own = own_boxes(leaves, members)
     writes = tuple(Write(path, leaves[path].shape, box, x) for path in sorted(own) for box, x in own[path].items())
     shared = shared_boxes({path: x for path, x in leaves.items() if x.sharding is not None}, members)
-    return _Checked(writes, manifest, shared), _Answer(facts, checksums(shared), position)
+    return (Job(target, writes, manifest), shared), _Answer(facts, checksums(shared), position)
 
 
 def _check_positions(manifest: Manifest, leaves: Mapping[str, StateLeaf]) -> None:
@@ -310,16 +307,3 @@ def _check_size(what: str, value: Any, mend: str) -> None:
     if size > _LARGEST_EXTRA:
         rule = f"cannot write {what}: it has {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
         raise CheckpointError(message(rule, mend=mend))
-
-
-def _same_everywhere(facts_of_ranks: Sequence[dict[str, str]]) -> None:
-    # Ranks outside the mesh send fewer facts: compare each fact with the first rank that sends it.
-    first: dict[str, tuple[int, str]] = {}
-    rows: list[str] = []
-    for r, facts in enumerate(facts_of_ranks):
-        for what, value in facts.items():
-            rank, other = first.setdefault(what, (r, value))
-            rows += [] if value == other else [f"the {what} of rank {r} is not that of rank {rank}"]
-    if rows:
-        mend = "Give all ranks the same; what differs between them belongs into a sharded leaf, or files of your own."
-        raise CheckpointError(message("got different values on different ranks.", rows, mend))

@@ -1,6 +1,7 @@
 """Checkpoints on real ranks: what is written, and failures of one rank."""
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -19,6 +20,7 @@ from fsharding.checkpoint.reader import open_source
 from fsharding.checkpoint.state_leaves import StateLeaf, shares
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.mesh import device_mesh
+from fsharding.mesh.consistency import checksum
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned
 from fsharding.testing import run_ranks
@@ -151,12 +153,12 @@ def save_what_differs(path):
 def test_what_differs_between_ranks_is_not_saved(tmp_path):
     head = "fs.checkpoint.save got different values on different ranks.\n"
     mend = "\nGive all ranks the same; what differs between them belongs into a sharded leaf, or files of your own."
-    key = "".join(f"  the leaf key of rank {r} is not that of rank 0\n" for r in (1, 2, 3)).rstrip("\n")
-    path = "".join(f"  the path of rank {r} is not that of rank 0\n" for r in (1, 2, 3)).rstrip("\n")
+    key = "  leaf key: " + ", ".join(f"rank {r} has {checksum(torch.tensor([r, 0]))}" for r in (3, 2, 1, 0))
+    path = "  path: " + ", ".join(f"rank {r} has {tmp_path / str(r)}" for r in (3, 2, 1, 0))
     for texts in run_ranks(save_what_differs, 4, tmp_path):
         assert texts[:2] == [head + key + mend, head + path + mend]
-        assert "  the tree of leaves of rank 3 is not that of rank 0" in texts[2]
-        assert "of rank 1 is" not in texts[2]
+        assert re.search(r"\n  tree of leaves: ranks 2, 3 have \w+, ranks 0, 1 have \w+\n", texts[2])
+        assert "rank 1 has" not in texts[2]
     assert os.listdir(tmp_path) == []
 
 
