@@ -125,8 +125,7 @@ def layout_of(
             raise ValueError(f"not a shape: {listed(bad)}")
         dtypes = {path: getattr(torch, leaf["init"]) for path, leaf in params.items()}
 
-        with_root = rebuild(plain["structure"], lambda path: path, "params", owner="the parameters")
-        paths = tree.map(lambda path: path.removeprefix("params").removeprefix("."), with_root)
+        paths = rebuild(plain["structure"], lambda path: path[len("params.") :], "params", owner="the parameters")
         return plan_layout(
             tree.map(lambda path: torch.empty(params[path]["shape"], dtype=dtypes[path], device="meta"), paths),
             mesh,
@@ -147,12 +146,9 @@ def layout_of(
 
 
 def _precision(plain: dict[str, Any]) -> Precision:
-    result: dict[str, Any] = {role: _role(plain[role]) for role in _ROLES}
-    result["loss_scale"] = None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"])
-    read = {"gather": _role, "activations": _role, "keep": tuple, "columnwise": tuple, "rounding": _rounding}
-    for name in (name for name in _MAY_LACK if name in plain):
-        result[name] = read[name](plain[name]) if name in read else plain[name]
-    return Precision(**result)
+    result = {name: _role(plain[name]) for name in (*_ROLES, *(name for name in _MAY_LACK if name in plain))}
+    scale = plain["loss_scale"]
+    return Precision(**result, loss_scale=None if scale is None else LossScale(**scale))
 
 
 def _plain_role(x: Any) -> Any:
@@ -165,16 +161,16 @@ def _plain_role(x: Any) -> Any:
     return {"dtype": dtype_name(x.dtype), "block": block, "scale": x.scale, "rounding": x.rounding}
 
 
-def _rounding(plain: Any) -> Any:
-    return "stochastic" if plain == "keyed" else plain  # its name in older checkpoints
-
-
 def _role(plain: Any) -> Any:
-    """Read a dtype or a format from a JSON value."""
-    if not isinstance(plain, dict):
-        return None if plain is None else getattr(torch, plain)
-    block: Any = plain["block"] if isinstance(plain["block"], str) else tuple(plain["block"])
-    return Blocks(getattr(torch, plain["dtype"]), block, plain["scale"], _rounding(plain["rounding"]))
+    """Read an entry of a precision from a JSON value."""
+    if isinstance(plain, list):
+        return tuple(plain)
+    if isinstance(plain, dict):
+        return Blocks(getattr(torch, plain["dtype"]), _role(plain["block"]), plain["scale"], _role(plain["rounding"]))
+    if plain == "keyed":
+        return "stochastic"  # its name in older checkpoints
+    dtype = getattr(torch, plain, None) if isinstance(plain, str) else None
+    return dtype if isinstance(dtype, torch.dtype) else plain
 
 
 def _moments_in(plain: dict[str, Any]) -> Blocks | None:
