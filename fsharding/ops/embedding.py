@@ -131,6 +131,6 @@ def checked_ids(name: str, ids: Tensor, vocab: int, *, ignore_index: int | None 
     if wrong.size:
         row = f"{wrong.size} of {ids.numel()}, the first is {int(wrong[0])}"
         mend = f"Ids are 0 to {vocab - 1}" + ("" if ignore_index is None else f", or {ignore_index} to ignore") + "."
-        mend += f" Use a vocab of at least {high + 1}, or the tokenizer of this model." if high >= vocab else ""
+        mend += f" Use a vocab_size of at least {high + 1}, or the tokenizer of this model." if high >= vocab else ""
         raise DataError(message(f"got {name} outside the vocabulary.", [row], mend))
     return ids

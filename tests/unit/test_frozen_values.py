@@ -18,7 +18,7 @@ from tests.public import CALLABLES, CLASSES
 
 HANDLES = {
     # They count, read, or own processes.
-    "Checkpointer", "PendingSave", "Packed", "Watch", "RankPool", "HostReads", "Traffic", "Counts",
+    "Checkpointer", "PendingSave", "PendingVerdict", "Packed", "Watch", "RankPool", "HostReads", "Traffic", "Counts",
     # Functions, and dicts.
     "TrainStep", "CapturedStep", "ModuleNames", "StepOptions",
 }  # fmt: skip

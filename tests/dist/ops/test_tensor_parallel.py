@@ -175,6 +175,6 @@ def said_of(tokens, targets):
 def test_ids_outside_the_vocabulary_are_refused_by_every_rank():
     assert run_ranks(said_of, 2, torch.tensor([[0, 6]]), torch.tensor([[-100, -2]])) == 2 * [[
         "fs.ops.embedding got tokens outside the vocabulary.\n  1 of 2, the first is 6\nIds are 0 to 5. "
-        "Use a vocab of at least 7, or the tokenizer of this model.",
+        "Use a vocab_size of at least 7, or the tokenizer of this model.",
         "fs.ops.cross_entropy got targets outside the vocabulary.\n  1 of 2, the first is -2\nIds are 0 to 5, or -100 to ignore.",
     ]]  # fmt: skip

@@ -39,7 +39,7 @@ def refused(line, capsys):
         ("pipeline --rest -1", "  rest: -1.0 (must be at least 0)"),
         ("overlap --link-gbs 0", "  link_gbs: 0.0 (must be above 0)"),
         ("overlap --ranks 0 --stages 0", "  ranks: 0 (must be above 0)\n  stages: 0 (must be above 0)\n"),
-        ("overlap --microbatches 0", "  microbatches: 0 (must be above 0)"),
+        ("overlap --microbatches 0", "  --microbatches 0: at least 1"),
         ("overlap --depths 0 -1", "  depths: (0, -1) (must be at least 0)"),
         ("overlap --latency-us -1", "  latency_us: -1.0 (must be at least 0)"),
         ("optimizer --rounds 0", "  rounds: 0 (must be above 0)"),

@@ -36,12 +36,12 @@ def test_what_is_no_id():
 def test_ids_outside_the_vocabulary():
     assert refusal(lambda: ops.embedding(IDS + 2, TABLE)) == (
         "fs.ops.embedding got tokens outside the vocabulary.\n  2 of 6, the first is 7\nIds are 0 to 5. "
-        "Use a vocab of at least 8, or the tokenizer of this model."
+        "Use a vocab_size of at least 8, or the tokenizer of this model."
     )
     targets = torch.tensor([[0, -100, 5], [-1, 6, -100]])
     assert refusal(lambda: ops.cross_entropy(LOGITS, targets)) == (
         "fs.ops.cross_entropy got targets outside the vocabulary.\n  2 of 6, the first is -1\nIds are 0 to 5, or -100 to ignore. "
-        "Use a vocab of at least 7, or the tokenizer of this model."
+        "Use a vocab_size of at least 7, or the tokenizer of this model."
     )
     losses = ops.cross_entropy(LOGITS, torch.tensor([[0, -100, 5], [1, 2, -100]]))
     assert losses[0, 1] == losses[1, 2] == 0 and losses.count_nonzero() == 4
