@@ -78,7 +78,8 @@ def writing(target: Path, *, file: bool = False) -> Generator[Path]:
         output = folder / target.name if file else folder
         yield output
         place(target, output)
-        shutil.rmtree(folder, ignore_errors=True)
+        if file:
+            folder.rmdir()
 
 
 @contextlib.contextmanager

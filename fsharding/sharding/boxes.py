@@ -262,7 +262,7 @@ def _cut_overlap(ranges: tuple[tuple[int, int, int], ...], start: int, stop: int
     return tuple(result)
 
 
-_MOST_CORNERS = 1 << 24  # boxes with more count as no tiling: they come from files, which may be crafted
+_MOST_CORNERS = 1 << 21  # boxes with more count as no tiling: they come from files, which may be crafted
 
 
 def is_tiling(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
