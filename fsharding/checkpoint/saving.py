@@ -271,9 +271,8 @@ def _check(
     facts["data"] = "none" if data is None else "a position"
     if is_member(state.layout.mesh):
         # A rank outside the mesh has outdated plain leaves, from before the mesh changed.
-        facts |= {
-            f"leaf {path}": str(consistency.checksum(x.local)) for path, x in leaves.items() if x.sharding is None
-        }
+        plain = {path: x.local for path, x in leaves.items() if x.sharding is None}
+        facts |= {f"leaf {path}": str(consistency.checksum(x)) for path, x in plain.items()}
         facts["step"] = str(int(state.step))
     position = None if data is None else own_position(data, state.layout)
     members = abstract(state.layout.mesh).members
