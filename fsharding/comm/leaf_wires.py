@@ -93,11 +93,11 @@ class LeafWires:
         precision = self.precision
         if not precision.has_formats:
             return UnitWire(Plain(dtype))
-        leaf, ndim = self.leaves[index.leaf], len(shape)
-        path = leaf.path
-        if index.row is not None and leaf.first + index.row in precision.kept_rows(path, leaf.layers):
+        ndim = len(shape)
+        leaf = self.leaves[index.leaf]
+        if index.row is not None and leaf.first + index.row in precision.kept_rows(leaf.path, leaf.layers):
             return UnitWire(Plain(dtype))
-        reduced, format = precision.reduce_format(path, ndim), precision.format_of(path, ndim)
+        reduced, format = precision.reduce_format(leaf.path, ndim), precision.format_of(leaf.path, ndim)
         terms = None if reduced is None else Quantizing(dtype, reduced)
         if format is None:
             return UnitWire(Plain(dtype), terms)
@@ -105,7 +105,7 @@ class LeafWires:
             return UnitWire(Plain(dtype), terms, seen=_OfNumbers(format, precision.strict))
         wire = Quantizing(dtype, format, precision.computes_quantized, precision.strict)
         # Products in backward sum along the other dim, so backward gathers the leaf in blocks along it.
-        takes_columns = wire.stays and precision.takes_columns(path, ndim)
+        takes_columns = wire.stays and precision.takes_columns(leaf.path, ndim)
         return UnitWire(wire, terms, replace(wire, format=format.across(shape)) if takes_columns else None)
 
     def noise(

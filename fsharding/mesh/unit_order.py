@@ -73,8 +73,8 @@ class UnitOrder:
     """The units of one call, in order."""
 
     # `digest`: hash of kinds and units since `restart`, `DIGEST_BITS` wide.
-    # `comparison`: how each note of this sequence is compared between ranks, if it is; `always` also that of later
-    # sequences in the same call, and of the plan of each collective.
+    # `comparison`: how each note of this sequence is compared between ranks, if it is. `always`: the same for later
+    # sequences of the call, and for the plan of each collective.
     # `facts`: what ranks with the same data have to share, by name; callables, because only errors need the values.
     # `names`: names of leaves by storage, for gathers of leaves that aren't in a parameter tree.
 

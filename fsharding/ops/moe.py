@@ -43,10 +43,10 @@ class _Reorder:
     dim: int = 0
 
     def run(self, x: Tensor) -> Tensor:
-        rows = x.index_select(self.dim, self.order if self.back or not self.copies else self.order // self.copies)
+        rows = x.index_select(self.dim, self.order // self.copies if self.copies and not self.back else self.order)
         if self.filled is not None:
             rows = rows.masked_fill(self.filled.logical_not().view(-1, *(1,) * (x.ndim - self.dim - 1)), 0)
-        if not (self.back and self.copies):
+        if not (self.copies and self.back):
             return rows
         return rows.unflatten(self.dim, (self.order.numel() // self.copies, self.copies)).sum(self.dim + 1)
 

@@ -268,7 +268,7 @@ _MOST_CORNERS = 1 << 21  # boxes with more count as no tiling: they come from fi
 def is_tiling(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     """Return whether boxes cover each element of a tensor exactly once; empty boxes are ignored."""
     # How often an element is covered is a sum over the corners before it, each with the sign of inclusion-exclusion:
-    # minus for an odd number of stops. So boxes tile the tensor if their signed corners cancel those of the full box.
+    # minus for an odd number of stops. Boxes tile the tensor if their signed corners and the full box's cancel.
     whole = full(shape)
     covered = [(box, 1) for box in boxes if volume(box)]
     covered += [(whole, -1)] if volume(whole) else []

@@ -104,7 +104,8 @@ def of_layouts(a: Layout, b: Layout, state: TrainState | None = None) -> list[Mo
     moved: list[Moving] = []
     for new in b.entries():
         assert new.of is not None and new.sharding is not None
-        leaf, format = leaves[new.of.path], b.rounds(new.of)
+        leaf = leaves[new.of.path]
+        format = b.rounds(new.of)
         kept = olds[leaf.path_in("params")]
         source = olds.get(leaf.path_in("main"), kept)
         # A parameter is made of the old parameter if that has the same values, else of the main copy: it would lose
@@ -180,9 +181,8 @@ def _placed(moving: Moving, local: Tensor) -> Tensor:
     """Make the new leaf of a local tensor, which is empty and of any shape if this rank holds nothing."""
     if moving.plain:
         return local.cpu()
-    shape, target = moving.shape, moving.target
-    local = local if local.numel() else local.reshape(target.local_shape(shape))
-    return placed(local, target, target.shape_at_rest(shape))
+    local = local if local.numel() else local.reshape(moving.target.local_shape(moving.shape))
+    return placed(local, moving.target, moving.target.shape_at_rest(moving.shape))
 
 
 # -------------------------------------------------------------------------------------------------------------- a tree

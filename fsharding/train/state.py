@@ -302,7 +302,7 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params", received: Rec
 
 
 def own_part(full: Any, sharding: NamedSharding) -> Tensor:
-    """Copy this rank's part of a full tensor, or evaluate that of a lazy one."""
+    """Copy this rank's part of a full tensor, or evaluate it if the tensor is lazy."""
 
     def part(box: Box) -> Tensor:
         if isinstance(full, LazyTensor):

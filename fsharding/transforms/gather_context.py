@@ -236,7 +236,7 @@ class GatherContext:
         return seen
 
     def _columns(self, unit: GatheredUnit, leaf: int) -> Callable[[], Any]:
-        """See `Columnwise`; the leaf is that of `unit.columns`."""
+        """See `Columnwise`; `leaf` counts the leaves of `unit.columns`."""
         columns = unit.columns
         assert columns is not None
         columns.saved_views += 1

@@ -100,8 +100,8 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
         log = _open_log(config, source, first, state, held)
         while done < config.steps and not stopped:
             began = time.perf_counter()
-            past = [swap for swap in swaps if swap.step <= done]
-            if past and past[-1].step == done > first:
+            if done > first and any(swap.step == done for swap in swaps):
+                past = [swap for swap in swaps if swap.step <= done]
                 # A mesh that stays is the same object: a new one would have groups of its own.
                 mesh = None if past[-1].mesh else state.layout.mesh
                 state = fs.reshard(state, _layout(config, model, past, mesh), donate=True)

@@ -344,9 +344,9 @@ class SharedMemory(Pairwise):
         if key not in channels:
             channels[key] = _handshake(group, asked=asked)
         result = channels[key]
-        return (
-            Offer(False, result) if isinstance(result, str) else Offer(True, "its ranks are processes of one machine")
-        )
+        if isinstance(result, str):
+            return Offer(False, result)
+        return Offer(True, "its ranks are processes of one machine")
 
     def all_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
