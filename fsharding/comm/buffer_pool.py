@@ -1,20 +1,20 @@
 """A pool of flat buffers that are reused within a step, so that their pages are faulted in only once.
 
-Guarantee: the live bytes of each owner are counted exactly.
+Guarantee: the live bytes of each owner are counted exactly. On a device with several streams nothing is kept: freed
+memory goes back to the allocator of the device, which gives it to whoever needs it next on the same stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.comm.handles import Memory
-from fsharding.comm.streams import Streams, streams_for
+from fsharding.comm.streams import streams_for
 
 __all__ = ["Pool", "PoolMemory"]
 
@@ -26,11 +26,6 @@ class _Buffer:
     base: Tensor
     storage: int  # identity of `base`'s storage
     owner: object | None = None  # the object for which its bytes are counted, if any
-    user: object | None = None  # the key by which `retire` finds buffers
-    # On a device with several streams, a buffer without views may still be read by kernels that are queued. Once it was
-    # `taken` there, its next user waits for the event `done`; if `retire` has recorded none, for all streams.
-    taken: bool = False
-    done: Any = None
 
     def in_use(self, idle: int) -> bool:
         return _compat.storage_users(self.storage) > idle
@@ -50,25 +45,20 @@ class Pool:
         self._buffers: list[_Buffer] = []
         self._adopted: list[tuple[_compat.WeakStorage, int, object]] = []
         self._idle = 0
-        self._streams = Streams()
 
-    def take(
-        self, size: int, dtype: torch.dtype, device: torch.device, owner: object = None, user: object = None
-    ) -> Tensor:
+    def take(self, size: int, dtype: torch.dtype, device: torch.device, owner: object = None) -> Tensor:
         """Return an uninitialized flat buffer; its bytes are counted if it has an owner."""
-        # The stream that is current here may write it: it waits for the event of the last reader, if there is one.
         need = max(size, 1) * dtype.itemsize
+        if streams_for(device).several:
+            # The device's allocator reuses memory of any size at once, in stream order. A buffer that waited here for
+            # a later one of its size would count at the peak of the step.
+            x = self._allocate((need,), torch.uint8, device)
+            if owner is not None:
+                self.adopt(x, owner)
+            return x.view(dtype)[:size]
         fits = [b for b in self._buffers if need <= b.base.numel() <= 2 * need and not b.in_use(self._idle)]
         buffer = min(fits, key=lambda b: b.base.numel(), default=None) or self._make(need, device)
         buffer.owner = owner
-        if (streams := self._streams).several:
-            if buffer.done is not None:
-                streams.wait(buffer.done)
-            elif buffer.taken:
-                streams.wait_all()
-            buffer.taken = True
-            buffer.user = user
-            buffer.done = None
         result = buffer.base[:need].view(dtype)[:size]
         if owner is not None:
             self._count()
@@ -78,22 +68,6 @@ class Pool:
         """Count a tensor from outside of the pool for an owner while its storage is alive."""
         self._adopted.append((_compat.weak_storage(x), x.nbytes, owner))
         self._count()
-
-    def retire(self, user: object) -> None:
-        """Record an event for the free buffers of a user, which the current stream was the last to use."""
-        if self._streams.several:
-            self._retire([b for b in self._buffers if b.user is user and b.taken and b.done is None])
-
-    def retire_all(self) -> None:
-        """Record an event for the free buffers of all users, which the current stream was the last to use."""
-        if self._streams.several:
-            self._retire([b for b in self._buffers if b.taken])
-
-    def _retire(self, buffers: list[_Buffer]) -> None:
-        free = [b for b in buffers if not b.in_use(self._idle)]
-        done = self._streams.record("free") if free else None
-        for buffer in free:
-            buffer.done = done
 
     def memory(self, device: torch.device, owner: object | None = None) -> PoolMemory:
         """Return the pool as the `Memory` of an owner."""
@@ -120,7 +94,6 @@ class Pool:
         self._adopted.clear()
 
     def _make(self, need: int, device: torch.device) -> _Buffer:
-        self._streams = streams_for(device)
         base = self._allocate((need,), torch.uint8, device)
         buffer = _Buffer(base, _compat.storage_id(base))
         self._idle = _compat.storage_users(buffer.storage)
@@ -139,19 +112,10 @@ class PoolMemory(Memory):
 
     pool: Pool
     owner: object | None
-    user: object | None = None
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """See `Memory`."""
-        return self.pool.take(size, dtype, self.device, self.owner, self.user)
-
-    def of_one_user(self) -> PoolMemory:
-        """See `Memory`."""
-        return replace(self, user=object())
-
-    def retire(self) -> None:
-        """See `Memory`."""
-        self.pool.retire(self.user)
+        return self.pool.take(size, dtype, self.device, self.owner)
 
     def adopt(self, x: Tensor) -> None:
         """See `Memory`."""

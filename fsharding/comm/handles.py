@@ -162,10 +162,3 @@ class Memory:
 
     def adopt(self, x: Tensor) -> None:
         """Count the bytes of a buffer that was allocated elsewhere while any view of it is alive."""
-
-    def of_one_user(self) -> Memory:
-        """Return the same source for one user, whose buffers `retire` releases."""
-        return self
-
-    def retire(self) -> None:
-        """Allow reuse of this user's free buffers after the work given to the current stream so far."""

@@ -246,7 +246,6 @@ class Filling:
     def __init__(
         self, move: Move, device: torch.device, memory: Memory | None = None, noise: Noise | None = None
     ) -> None:
-        self.memory = memory
         # Leaves that have a term. If a kernel writes a slot, its caller adds the leaf here: a leaf not in the set
         # is overwritten by its next term, and zeroed by `start`.
         self.filled: set[int] = set()

@@ -163,9 +163,9 @@ class Native:
         return Exchange(own, lambda: Handle(self._gather(own, rows), lambda _: rows))
 
     def _own_row(self, rows: Tensor) -> Tensor:
-        """Allocate this member's row to send, separate from the rows that the gather fills."""
-        if self.group.process_group is None:
-            return rows[0]
+        """Return this member's row to send: the one that the gather fills, if rows arrive where they stay."""
+        if self.group.process_group is None or self.group.in_order:
+            return rows[self.group.index]
         return _compat.fresh((rows.shape[1],), rows.dtype, self.device)
 
     def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
@@ -199,7 +199,7 @@ class Native:
 
     def _reduce_scatter(self, rows: Tensor) -> Handle[Rows]:
         group = self.group
-        total = _compat.fresh((1, rows.shape[1]), rows.dtype, rows.device)
+        total = rows[group.index : group.index + 1]  # backends may write a sum over this rank's term of it
         if rows.numel() == 0:
             return Handle(Works(), lambda _: total)
         record_sent((group.size - 1) * rows[0].nbytes, group.axes)

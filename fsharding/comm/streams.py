@@ -2,10 +2,10 @@
 
 The order of a unit, where `!` records an event on the stream of its line and `?` waits for one there:
 
-    gather     ?begun  ?free (its buffers)   cast, all-gather, join   !gathered
-    compute    ?gathered   forward or backward of the unit   !free (its buffers)   fill a bucket   !filled
+    compute    !free
+    gather     ?free   cast, all-gather   ?free   join   !gathered
+    compute    ?gathered   forward or backward of the unit   ?reduced (the unit before)   fill a bucket   !filled
     reduce     ?filled   exchange, sum, add to the gradient   !reduced
-    compute    ?reduced, after the next unit: only then may the bucket's memory be reused
     end        compute waits for both
 """
 
@@ -25,8 +25,8 @@ from fsharding.base.scoped import scoped
 __all__ = ["StreamName", "Streams", "streams_for", "use_streams"]
 
 # Rules that replace `record_stream`: memory belongs to the stream on which it was allocated, and returns to it as soon
-# as the tensor is freed. So a tensor that a second stream reads is freed only after its own stream has waited for that
-# reader, and a `Pool` keeps with each free buffer the event after which it may be overwritten.
+# as the tensor is freed. So before a stream allocates, it waits for all that read its freed tensors: the gather stream
+# for the compute stream each time, the compute stream for the reduce stream before it frees a bucket.
 
 # The streams other than the compute stream, which is current outside of `on`. `out`, `in`: to and from other tiers.
 StreamName: TypeAlias = Literal["gather", "reduce", "out", "in"]

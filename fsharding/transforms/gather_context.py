@@ -11,12 +11,12 @@ which overlaps with the computation after it, and `wait` ends one:
                wait 0,            compute 0; release 0, wait reduce 1, >reduce 0
     finish     wait reduce 0; add accumulated gradients of leaves that backward gave none; close
 
-Autograd drives backward: `_GatherUnit` is the node of a unit in the graph, and its backward is `>reduce`. The gradient
-of a large leaf is copied into its bucket before that, as soon as it is complete, so that its memory is free while the
-rest of the unit's backward runs. If autograd saves a view of a gathered buffer, its place replaces it; the first
-one that backward unpacks gathers the unit again. A product with a weight of `Precision.columnwise` saves no view: its
-backward uses `unit.columns`, a second gather of that weight in blocks along its other dim, which is prefetched and
-released with the unit.
+Autograd drives backward: `_GatherUnit` is the node of a unit in the graph, and its backward is `>reduce`. If the bucket
+of a large leaf has a slot that kernels can write, its gradient is there as soon as it is complete, and has no memory of
+its own while the rest of the unit's backward runs. If autograd saves a view of a gathered buffer, its place replaces
+it; the first one that backward unpacks gathers the unit again. A product with a weight of `Precision.columnwise` saves
+no view: its backward uses `unit.columns`, a second gather of that weight in blocks along its other dim, which is
+prefetched and released with the unit.
 
 Unless the policy keeps gathered weights, at most `depth + 1` units are alive at once. None is after the call.
 """
@@ -74,8 +74,7 @@ class _Sink:
     unit: GatheredUnit
     leaf: int  # its number in the unit
     shape: torch.Size
-    large: LargeLeaf | None
-    has_slot: bool  # a kernel may write a partial gradient into the bucket
+    large: LargeLeaf | None  # None if the bucket has no slot that kernels may write a partial gradient into
 
     def put_term(self, dtype: torch.dtype, kernel: Kernel) -> bool:
         """Have a kernel write a partial gradient now, or defer it to `run_deferred`; see `ops.grad_sink`."""
@@ -88,12 +87,12 @@ class _Sink:
 
     def write(self, dtype: torch.dtype, kernel: Kernel) -> bool:
         """Have a kernel write a partial gradient into the bucket; return False if it has no slot."""
-        return self.has_slot and self.context.reducer.write(self.unit, cast(LargeLeaf, self.large), dtype, kernel)
+        return self.large is not None and self.context.reducer.write(self.unit, self.large, dtype, kernel)
 
     def take(self, grad: Tensor) -> bool:
         """Copy the gradient of a large leaf into its bucket, and return whether that was possible."""
-        # Deferred products are added to the bucket later, which needs a slot; without one `run_deferred` sums them.
-        if self.large is None or not (self.has_slot or self.context.deferred is None):
+        # Without a slot, `run_deferred` sums deferred products.
+        if self.large is None:
             return False
         self.context.reducer.take(self.unit, self.large, grad)
         return True
@@ -150,7 +149,7 @@ class GatherContext:
         self.reducer = GradReducer(leaves, memory, self._device, term_noise, grad_pool)
         self._streams = streams_for(self._device)
         if self._streams.several:
-            # Both side streams wait for the compute stream: it may still write shards or read recycled buffers.
+            # Both side streams begin after the compute stream, so that in a captured step they are part of the graph.
             begun = self._streams.record("begun")
             for name in ("gather", "reduce"):
                 with self._streams.on(name):
@@ -222,7 +221,9 @@ class GatherContext:
         unit = self._prefetched.pop(index, None) or self._make_unit(leaves, index, dtype)
         full = self._use(unit, policy)
         nodes = list(cast(Sequence[Tensor], _GatherUnit.apply(self.anchor, self, unit, full)))
-        large = {leaf.leaf: leaf for leaf in unit.plan.large}
+        # Without slots a gradient stays where autograd has put it until its unit is left: a bucket has memory for all
+        # gradients of the unit, which would then be there before most of them are.
+        large = {x.leaf: x for x in unit.plan.large if unit.plan.reductions[x.bucket].early.has_slots(nodes[x.leaf])}
         for i in (i for b in unit.plan.reductions for i in b.leaves) if self.defers else large:
             nodes[i] = self._watched(unit, i, nodes[i], large.get(i))
         again = unit.plan.again[0] if unit.plan.again is not None else ()
@@ -249,8 +250,7 @@ class GatherContext:
 
     def _watched(self, unit: GatheredUnit, leaf: int, full: Tensor, large: LargeLeaf | None) -> Tensor:
         """Pass a leaf through a node that has a sink for its gradient."""
-        has_slot = large is not None and unit.plan.reductions[large.bucket].early.has_slots(full)
-        sink = _Sink(self, unit, leaf, full.shape, large, has_slot)
+        sink = _Sink(self, unit, leaf, full.shape, large)
         result = cast(Tensor, _LeafGrad.apply(full, sink))
         if large is not None and result.grad_fn is not None:
             _compat.visit_first(result.grad_fn)  # before other ready nodes, so that the gradient is freed early
@@ -513,7 +513,7 @@ class _LeafGrad(Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, sink: _Sink) -> Tensor:
         ctx.sink = sink
-        if sink.has_slot or sink.context.defers:
+        if sink.large is not None or sink.context.defers:
             # Kernels of `ops` look for this attribute, and write their partial gradient right into the send buffer.
             ctx.put_term = sink.put_term
         ctx.set_materialize_grads(False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from enum import Enum
 
@@ -49,7 +49,6 @@ class GatheredUnit:
     """One use of a unit: `start`, `wait`, `release`; then `start` again if backward needs it."""
 
     # All-gathers and decoding run on the gather stream. On a device with streams, `wait` never blocks the host.
-    # `retire` records an event after the last use of a freed buffer, which its next user waits for.
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class GatheredUnit:
         self._noise = noise
         self._device_type = memory.device.type
         self._streams = streams_for(memory.device)
-        self._memory = memory.of_one_user() if self._streams.several else memory
+        self._memory = memory
         self.state = UnitState.PLANNED
         self.order = -1  # position among the units of a forward pass; -1 until the loss function uses it
         # Number of saved tensors that view the buffers; of a `columns` unit, number of products that will use it. At 0
@@ -108,9 +107,17 @@ class GatheredUnit:
         again = self.state is UnitState.RELEASED
         buckets = {n: b for n, b in enumerate(self.plan.gathers) if not (again and b.if_viewed) or n in self._viewed}
         self._starts(self, sum(1 for b in buckets.values() if b.move.axes))
-        with _compat.region("gather"), self._streams.on("gather"):
+        with self._on_gather_stream():
             self._handles = {number: self._start(b) for number, b in buckets.items()}
         self._go(UnitState.GATHERING)
+
+    @contextmanager
+    def _on_gather_stream(self) -> Generator[None]:
+        """Run the block on the gather stream, which may then take memory that the compute stream read until now."""
+        free = self._streams.record("free")
+        with _compat.region("gather"), self._streams.on("gather"):
+            self._streams.wait(free)
+            yield
 
     def _start(self, b: UnitGather) -> Handle[Moved]:
         shards = [on_device(self.leaves[i].value, self._device_type) for i in b.leaves]
@@ -141,11 +148,10 @@ class GatheredUnit:
         """Wait for the all-gathers, which it starts if needed; return the full leaves by number in the plan."""
         self.start()
         full: dict[int, WholeLeaf] = {}
-        with _compat.region("gather"), self._streams.on("gather"):
+        with self._on_gather_stream():
             for number in [*self._handles]:
                 gathered = self._handles[number].wait()
-                del self._handles[number]  # it holds the received rows; drop it so that `retire` finds them free
-                self._memory.retire()
+                del self._handles[number]  # it holds the received rows, whose memory the next bucket may take
                 self.buffers[number] = gathered.buffers
                 full |= zip(self.plan.gathers[number].leaves, gathered.leaves, strict=True)
         if self._streams.several and self.plan.gathers:
@@ -170,7 +176,6 @@ class GatheredUnit:
         if self._handles:
             self._end_gathers(failed=failed)
         if self.state is not UnitState.PLANNED:
-            self._memory.retire()
             self._go(UnitState.RELEASED)
         if changed:
             rule = f"fs.gather_unit returned weights of {self.name} that were then written in place."
@@ -185,4 +190,3 @@ class GatheredUnit:
                 with suppress(RuntimeError) if failed else nullcontext():
                     handle.release(timedelta(seconds=1) if failed else None)
             self._handles = {}
-            self._memory.retire()

@@ -26,12 +26,12 @@ from fsharding.comm.wires import Plain
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.sharding.named_sharding import Local, NamedSharding
 from fsharding.transforms.gathered_unit import GatheredUnit
-from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, ReduceBucket, pooled_from
+from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, ReduceBucket, large_elements
 
 __all__ = ["GradReducer", "TapeLeaf"]
 
-_InUse: TypeAlias = list[tuple[Filling, Handle[list[Tensor]]]]
-"""Buckets and their handles whose memory the reduce stream may still read; empty on a device with one stream."""
+_InUse: TypeAlias = list[Filling]
+"""Buckets whose memory the reduce stream may still read; empty on a device with one stream."""
 
 
 class TapeLeaf(NamedTuple):
@@ -109,14 +109,12 @@ class GradReducer:
         self._device = device
         self._noise = noise
         self._grad_pool = grad_pool
-        self._pooled_from = pooled_from()
+        self._large = large_elements()
         self._grads: dict[int, GradMemory] = {}
         self._taken: dict[int, set[int | None]] = {}
         self._open: dict[tuple[GatheredUnit, int], Filling] = {}
         self._pending: list[_Pending] = []
         self._streams = streams_for(device)
-        if grad_pool is not None:
-            grad_pool.retire_all()  # gradients of earlier calls that the caller has freed
         self._reduced: list[_Reduced] = []
 
     # --------------------------------------------------------------------------------------------------- from backward
@@ -156,7 +154,10 @@ class GradReducer:
 
     def reduce(self, unit: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
         """Finish the reductions in flight, and start the unit's; None for gradients that are in their bucket."""
-        self.settle()  # of the unit before: at most one unit's buckets are in flight
+        # Of the unit before. Its buckets are free before those of this unit are made, so at most one unit's buckets are
+        # alive, and their reduction overlaps with this unit's backward.
+        self.settle()
+        self._let_go()
         with _compat.region("scatter"):
             for number, b in enumerate(unit.plan.reductions):
                 bucket = self._open.pop((unit, number), None) or self._make_bucket(unit, b, b.early)
@@ -168,9 +169,8 @@ class GradReducer:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give the rest of a unit's reductions to the reduce stream, and wait for those of the unit before."""
-        # Waiting for a handle on the reduce stream only enqueues: collectives, then the adds. The compute stream waits
-        # for the unit before, whose buckets are then free.
+        """Give the rest of a unit's reductions to the reduce stream."""
+        # Waiting for a handle on the reduce stream only enqueues: collectives, then the adds.
         sent = [pending for pending in self._pending if pending.sends]
         with _compat.region("scatter"):
             for pending in self._pending:
@@ -181,20 +181,14 @@ class GradReducer:
                     pending.handle.wait()
                 event = self._streams.record("reduced") if sent else None
         self._pending.clear()
-        before = self._reduced
         if sent:
-            self._reduced = [_Reduced(event, [used for pending in sent for used in pending.in_use])]
-            self._let_go(before)
+            self._reduced.append(_Reduced(event, [used for pending in sent for used in pending.in_use]))
 
-    def _let_go(self, reduced: list[_Reduced]) -> None:
-        """Have the compute stream wait for reductions, and free their memory."""
-        memories = [bucket.memory for _, in_use in reduced for bucket, _ in in_use]
-        for event in [event for event, _ in reduced]:  # don't unpack in the loop: it would hold the last bucket
+    def _let_go(self) -> None:
+        """Have the compute stream wait for the reductions handed over, and free their memory."""
+        for event in [event for event, _ in self._reduced]:  # don't unpack in the loop: it would hold the last bucket
             self._streams.wait(event)
-        reduced.clear()
-        for memory in memories:
-            if memory is not None:
-                memory.retire()
+        self._reduced.clear()
 
     @contextmanager
     def _after_compute(self, what: str) -> Generator[None]:
@@ -220,15 +214,14 @@ class GradReducer:
 
     # ------------------------------------------------------------------------------------------------------ one bucket
     def _make_bucket(self, unit: GatheredUnit, b: ReduceBucket, move: Move) -> Filling:
-        memory = self._wire_memory.of_one_user() if self._streams.several else self._wire_memory
-        return move.open(self._device, memory, lambda slot: self._noise(unit, b.leaves[slot]))
+        return move.open(self._device, self._wire_memory, lambda slot: self._noise(unit, b.leaves[slot]))
 
     def _start(self, bucket: Filling, in_use: _InUse, places: Places = nowhere) -> Handle[list[Tensor]]:
         """Start a move of a filled bucket, on the reduce stream if it sends anything."""
         with self._after_compute("filled") if bucket.sends else nullcontext():
             handle = bucket.start(places)
         if self._streams.several:
-            in_use.append((bucket, handle))  # alive until `_hand_over` records the stream's last read
+            in_use.append(bucket)  # alive until the compute stream, which allocated it, has waited for the last read
         return handle
 
     def _started(self, unit: GatheredUnit, b: ReduceBucket, bucket: Filling) -> _Pending:
@@ -286,7 +279,7 @@ class GradReducer:
             leaf = self._leaves[i]
             target = self._targets[i]
             shape = target.sharding.local_shape(leaf.node.shape)
-            large = math.prod(shape) >= self._pooled_from
+            large = math.prod(shape) >= self._large
             sharded = any(axis in target.sharding.data_axes for axis in target.sharding.spec.all_axes)
             pool = self._grad_pool if large and not sharded else None
             self._grads[i] = GradMemory(
@@ -323,7 +316,7 @@ class GradReducer:
                 self._add_rest_of_accumulated(i)
             result = {i: self._grad(i).result() for i in self._targets}
             self._reduced.append(_Reduced(self._streams.record("gradients"), []))
-        self._let_go(self._reduced)
+        self._let_go()
         return result
 
     def _add_rest_of_accumulated(self, i: int) -> None:

@@ -30,23 +30,24 @@ from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 
 __all__ = [
-    "GradTarget", "LargeLeaf", "ReduceBucket", "UnitGather", "UnitLeaf", "UnitPlan", "is_aligned", "large_from",
-    "pooled_from", "plan_unit", "unreduced", "whole",
+    "GradTarget", "LargeLeaf", "ReduceBucket", "UnitGather", "UnitLeaf", "UnitPlan", "is_aligned",
+    "large_elements", "large_from", "plan_unit", "unreduced", "whole",
 ]  # fmt: skip
 
 _ALIGN = 64  # alignment of fresh tensors, in bytes
-# Minimum number of elements of a gradient that is copied alone once it is complete, so its memory is freed early.
+# Minimum number of elements of a large gradient. One of a full leaf may be written right into its bucket; one of a
+# shard is pooled or, if it is of a stack, held by row until backward ends, while activations of earlier rows live.
 _large: ContextVar[int] = ContextVar("fsharding_large", default=1 << 16)
 
 
 def large_from(elements: int) -> AbstractContextManager[None]:
-    """Set the minimum number of elements of a `LargeLeaf` inside the `with` block."""
+    """Set the minimum number of elements of a large gradient inside the `with` block."""
     return scoped(_large, elements)
 
 
-def pooled_from() -> int:
-    """Return the minimum number of elements of a gradient that is pooled or, without a pool, held by row."""
-    return 4 * _large.get()
+def large_elements() -> int:
+    """Return the minimum number of elements of a large gradient."""
+    return _large.get()
 
 
 @dataclass(frozen=True)

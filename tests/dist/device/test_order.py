@@ -86,10 +86,9 @@ def test_the_device_has_the_bits_of_the_cpu(pool, name):
 
 # ----------------------------------------------------------------------------------------- every wait is there for something
 NEEDED = {
-    ("gather_context.py:__init__", "gather"),  # the optimizer has written the shards
     ("gathered_unit.py:wait", "gather"),  # the all-gather is done
     ("gathered_unit.py:wait", "compute"),  # the unit is there
-    ("buffer_pool.py:take", "gather"),  # the unit that had the buffer before is done
+    ("gathered_unit.py:_on_gather_stream", "gather"),  # the shards are written; the unit that had the memory is done
     ("grad_reducer.py:_hand_over", "reduce"),  # the exchange of gradients is done
     ("grad_reducer.py:_let_go", "compute"),  # the memory of a bucket is filled again
     ("grad_reducer.py:_after_compute", "reduce"),  # a bucket is filled; autograd has computed leaves in no unit
@@ -107,11 +106,10 @@ NEEDED = {
     *((name, "compute") for name in ("clip.py:square_sums", "executor.py:sums", "value_and_grad.py:_global_sums")),
 }
 IMPLIED = {
-    ("gather_context.py:__init__", "reduce"),  # `_start` waits for later work; it has the stream join a graph
+    ("gather_context.py:__init__", "gather"),  # each gather waits for later work; it has the stream join a graph
+    ("gather_context.py:__init__", "reduce"),  # as does `_start`
     ("gathered_unit.py:_end_gathers", "gather"),  # of units that nobody needed: `close` waits for more
     ("gather_context.py:close", "compute"),  # the sums at the end are later on the communicator of gathers
-    ("buffer_pool.py:take", "compute"),
-    ("buffer_pool.py:take", "reduce"),
 }
 """What follows from other waits in these steps."""
 
