@@ -48,9 +48,9 @@ if wanted tests; then
     [[ ${PIPESTATUS[0]} -eq 0 ]] || failed=1
 fi
 
-# Calls fit a GPU of 80 GB. A contender of bench-1b keeps 11 GiB (weights and moments), ours 15 (gradient buffers too), DDP
-# and zero(0) up to 16; the one whose turn it is takes 15 more. A graph keeps its 17 GiB, and while it is captured there are
-# two states: with three contenders beside it that would be 87 GiB. So each call has three, and the graph has fsdp2 alone.
+# Calls fit a GPU of 80 GB. A contender of bench-1b keeps 11 GiB (weights and moments), DDP 15; the one whose turn it is
+# takes 15 more. A graph keeps its 17 GiB, and while it is captured there are two states: with three contenders beside it
+# that would be 87 GiB. So each call has three, and the graph has fsdp2 alone.
 few="compute-only fsdp2 fsharding-zero3"
 measure one-rank bash -c "step 1 --contenders $few"
 if [[ -n "$graphs" ]]; then

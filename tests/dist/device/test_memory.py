@@ -1,7 +1,8 @@
 """Memory of a step on the simulated device: the peak is what `expected_memory` says before anything is allocated.
 
 Guarantee: a plan of memory has every tensor of the step, whatever the strategy, schedule, policy and format. It lacks at
-most a few single numbers, by which ranks compare what they do: fake ranks have nobody to compare with.
+most a few single numbers, by which ranks compare what they do: fake ranks have nobody to compare with. zero(3) has no
+higher peak than FSDP2 on the same model.
 """
 
 import gc
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 import fsharding as fs
+from bench.peers import PEERS, Task
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.optim import clip, windows
 from fsharding.testing import device_mesh
+from fsharding.transforms.unit_plan import large_from
 from tests import sim_device
 from tests.decoders import DecoderCase
 from tests.helpers import full
@@ -88,6 +91,73 @@ def test_the_peak_of_a_step_is_the_plan(pool, name):
                 "the kernels of a CPU, which differ here and there"
             )
         assert found[0] <= found[1]
+
+
+# -------------------------------------------------------------------------------------------------------- beside FSDP2
+SHAPES = {
+    "layers": (fs.models.DecoderConfig(vocab_size=256, dim=64, layers=12), 4, 32),
+    "units": (fs.models.DecoderConfig(vocab_size=256, dim=192, layers=3), 4, 32),
+    "logits": (fs.models.DecoderConfig(vocab_size=4096, dim=64, layers=4), 4, 32),
+    "activations": (fs.models.DecoderConfig(vocab_size=256, dim=64, layers=6), 8, 128),
+}
+"""Decoders by what most of their peak is: sizes, sequences of a rank, and their length."""
+
+
+def zero3(task):
+    """A step of zero(3) on a task of the benchmark."""
+    opt = fs.adamw(1e-4)
+    precision = fs.Precision(compute=task.dtype)
+    layout = fs.plan_layout(task.model, task.mesh, strategy=fs.zero(3), precision=precision)
+    state = fs.init_state(task.model, opt, fs.random.key(0), layout)
+    step = fs.make_train_step(task.model, opt, donate=True)
+
+    def run():
+        nonlocal state
+        state, metrics = step(state, task.batch)
+        return metrics.loss
+
+    return run
+
+
+def peaks_beside(shape, dtype):
+    """The peaks of third steps of zero(3) and of FSDP2; leaves of small models count as large, as in large models."""
+    sizes, rows, length = SHAPES[shape]
+    found = []
+    with on_device(SIM), large_from(64):
+        tokens = torch.arange(rows * length).view(rows, length).remainder(sizes.vocab_size).to(SIM)
+        batch = {"tokens": tokens, "targets": tokens}
+        task = Task(fs.models.decoder(sizes), fs.make_mesh(device=SIM, dp=-1), batch, dtype)
+        for build in (zero3, PEERS["fsdp2"]):
+            torch.accelerator.synchronize()
+            gc.collect()
+            before = torch.accelerator.memory_allocated()
+            run = build(task)
+            for _ in range(3):
+                torch.accelerator.reset_peak_memory_stats()
+                assert float(run()) > 0
+            found.append(torch.accelerator.max_memory_allocated() - before)
+            del run
+    return found
+
+
+def shapes(first):
+    """All shapes and dtypes; a make test has the first."""
+    cases = [(shape, dtype) for shape in SHAPES for dtype in (torch.bfloat16, torch.float32)]
+    return [case if case in first else pytest.param(*case, marks=full) for case in cases]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), shapes([("units", torch.bfloat16), ("logits", torch.float32)]))
+def test_zero3_needs_no_more_memory_than_fsdp2(pool, shape, dtype):
+    assert all(ours <= theirs for ours, theirs in pool.run(peaks_beside, shape, dtype))
+
+
+@full
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_nor_on_more_ranks(ranks):
+    with device_ranks(ranks) as pool:
+        for shape in SHAPES:
+            for dtype in (torch.bfloat16, torch.float32):
+                assert all(ours <= theirs for ours, theirs in pool.run(peaks_beside, shape, dtype)), (shape, dtype)
 
 
 # --------------------------------------------------------------------------------------------------- more than fits
