@@ -471,9 +471,9 @@ def result_of(node: Node, number: int = 0) -> tuple[torch.dtype, torch.Size]:
     return result.dtype, torch.Size(result.shape)
 
 
-def region(name: str) -> AbstractContextManager[Any]:
-    """Name this block in the profiler's trace; free without a profiler."""
-    return torch.profiler.record_function(f"fsharding: {name}") if torch.autograd._profiler_enabled() else _NOWHERE
+def region(name: str, of: str = "") -> AbstractContextManager[Any]:
+    """Name this block, and the unit that it is for, in the profiler's trace; free without a profiler."""
+    return torch.profiler.record_function(f"fsharding: {name} {of}") if torch.autograd._profiler_enabled() else _NOWHERE
 
 
 _NOWHERE: AbstractContextManager[Any] = nullcontext()

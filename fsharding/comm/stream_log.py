@@ -5,8 +5,10 @@ Guarantee: every operation still runs immediately, so recording changes no value
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
+from collections import Counter
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +26,7 @@ from fsharding.comm.handles import Works
 from fsharding.comm.streams import StreamName, Streams, use_streams
 from fsharding.sharding.named_sharding import local_of
 
-__all__ = ["COLLECTIVES", "COMPUTE", "Row", "communicates", "messages", "peak_bytes", "recording_streams"]
+__all__ = ["COLLECTIVES", "COMPUTE", "Row", "at_peak", "communicates", "messages", "recording_streams"]
 
 COMPUTE = "compute"  # the stream that is current outside of `on`
 COLLECTIVES = "'s collectives"  # suffix of the names of streams of collectives
@@ -43,6 +45,11 @@ def communicates(stream: str) -> bool:
 _MESSAGE = re.compile(r"c10d::(send|recv)")
 _ROUND = 512  # allocators of accelerators round sizes up to a multiple of this many bytes
 
+# What memory that is taken in a region of `_compat` is for; outside of them, activations.
+_CATEGORIES = {"gather": "gathered weights", "scatter": "gradients"} | dict.fromkeys(
+    ("norm", "optimizer", "spread"), "update"
+)
+
 # Collectives that write only their first argument.
 _RESULTS_FIRST = ("_allgather_base", "allgather_into_tensor_coalesced", "alltoall_base", "_reduce_scatter")
 
@@ -60,6 +67,7 @@ class Row(NamedTuple):
     # Bytes that a run reads and writes, that this rank sends or receives in a collective or message, or of a storage.
     nbytes: int = 0
     peer: int = -1  # group rank of the peer of a message
+    purpose: tuple[str, str] = ("", "")  # of memory that is taken: its category, and the leaf or unit that it is for
 
     def __str__(self) -> str:
         """Format the entry as stream, action and memory."""
@@ -82,6 +90,9 @@ class RecordingStreams(Streams):
         self._storages: dict[int, tuple[Row, weakref.ref[Any]]] = {}
         self._freed: list[int] = []
         self._count = 0  # storages so far
+        self._regions: list[tuple[str, str]] = []  # names and units of the nested regions of `_compat`
+        self._left = ""  # unit of the region that was left last
+        self._unit = ""  # unit that the compute stream waited for last: it computes with that
         # The "done" event of each work, by id. The work is kept alive so that its id isn't reused.
         self._events_of_work: dict[int, tuple[Any, int]] = {}
 
@@ -103,9 +114,20 @@ class RecordingStreams(Streams):
         self.rows.append(Row(stream, "record", of, event=len(self._labels) - 1))
         return len(self._labels) - 1
 
+    @contextmanager
+    def region(self, name: str, of: str = "") -> Generator[None]:
+        """Note what the library does in the block, in place of `_compat.region`."""
+        self._regions.append((_CATEGORIES[name], of))
+        try:
+            yield
+        finally:
+            _, self._left = self._regions.pop()
+
     def wait(self, event: Any) -> None:
         self._look_for_freed()
         assert isinstance(event, int), "an event of other streams"
+        if self._labels[event] == "gathered on gather":
+            self._unit = self._left
         self.rows.append(Row(self._current[-1], "wait", self._labels[event], event=event))
 
     def wait_all(self) -> None:
@@ -120,21 +142,25 @@ class RecordingStreams(Streams):
             self.rows.append(taken._replace(kind="free"))
         self._freed.clear()
 
-    def _number_of(self, x: Tensor, stream: str) -> int:
+    def _number_of(self, x: Tensor, stream: str, purpose: tuple[str, str] | None = None) -> int:
         key = _compat.storage_id(x)
         if key not in self._storages:
             self._count += 1
             storage = x.untyped_storage()
-            taken = Row(stream, "take", x.device.type, writes=(self._count,), nbytes=storage.nbytes())
+            if purpose is None:
+                purpose = self._regions[-1] if self._regions else ("activations", self._unit)
+            size = storage.nbytes()
+            taken = Row(stream, "take", x.device.type, writes=(self._count,), nbytes=size, purpose=purpose)
             self._storages[key] = taken, weakref.ref(storage, lambda _: self._freed.append(key))
             self.rows.append(taken)
         return self._storages[key][0].writes[0]
 
     def hold(self, held: Any) -> None:
         """Log the storages of tensors that exist already."""
-        for x in map(local_of, tree.leaves(held)):
-            if _tensors(x):
-                self._number_of(x, COMPUTE)
+        for path, x in tree.named_leaves(held).items():
+            if _tensors(x := local_of(x)):
+                category, _, leaf = path.partition(".")[2].partition(".")
+                self._number_of(x, COMPUTE, (category, leaf))
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Log an operation that has run."""
@@ -217,15 +243,15 @@ class _Operations(TorchDispatchMode):
         return result
 
 
-def peak_bytes(rows: Iterable[Row], device_type: str) -> int:
-    """Return the most bytes of a device type that are allocated at once, with sizes rounded as allocators do."""
-    live = peak = 0
-    for row in rows:
-        if row.kind in ("take", "free") and row.text == device_type:
-            size = -(-row.nbytes // _ROUND) * _ROUND
-            live += size if row.kind == "take" else -size
-            peak = max(peak, live)
-    return peak
+def at_peak(rows: Iterable[Row], device_type: str) -> dict[tuple[str, str], int]:
+    """Return the bytes by purpose when most are allocated, the largest first; sizes are rounded as allocators do."""
+    changes = [row for row in rows if row.kind in ("take", "free") and row.text == device_type]
+    sizes = [-(-row.nbytes // _ROUND) * _ROUND * (1 if row.kind == "take" else -1) for row in changes]
+    live = [*itertools.accumulate(sizes)]
+    result = Counter[tuple[str, str]]()
+    for row, size in zip(changes[: live.index(max(live)) + 1] if live else [], sizes, strict=False):
+        result[row.purpose] += size
+    return {purpose: size for purpose, size in result.most_common() if size}
 
 
 @contextmanager
@@ -239,5 +265,6 @@ def recording_streams(*held: Any) -> Generator[RecordingStreams]:
         streams.waited_for(works.works)
         plain(works, timeout)
 
-    with use_streams(streams), patch.object(Works, "wait", wait), _Operations(streams):
+    regions = patch.object(_compat, "region", streams.region)
+    with use_streams(streams), patch.object(Works, "wait", wait), regions, _Operations(streams):
         yield streams

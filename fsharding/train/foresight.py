@@ -16,7 +16,7 @@ from fsharding.base.devices import accelerator
 from fsharding.base.errors import BatchError, LayoutError, MeshError, message
 from fsharding.base.public import kind_of, public, refuse
 from fsharding.comm.counters import Traffic, count_bytes
-from fsharding.comm.stream_log import peak_bytes, recording_streams
+from fsharding.comm.stream_log import at_peak, recording_streams
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.mesh.device_mesh import abstract, coordinate, make_mesh, set_mesh
 from fsharding.mesh.groups import groups_of_another_world
@@ -28,7 +28,7 @@ from fsharding.train.buffers import Buffers
 from fsharding.train.state import TrainState, init_state
 from fsharding.train.step import device_of, make_train_step
 
-__all__ = ["FakeRank", "expected_memory", "expected_traffic", "fake_step"]
+__all__ = ["ExpectedMemory", "FakeRank", "expected_memory", "expected_traffic", "fake_step"]
 
 T = TypeVar("T")
 
@@ -81,6 +81,21 @@ def expected_traffic(
     return fake_step(lambda *_: count_bytes(), model, opt, layout, batch, rank=rank, buffers=buffers, **options)
 
 
+class ExpectedMemory(int):
+    """Peak bytes, with the bytes by purpose as `at_peak`; see `expected_memory`."""
+
+    at_peak: dict[tuple[str, str], int]
+
+    def __new__(cls, at_peak: dict[tuple[str, str], int]) -> ExpectedMemory:
+        """Add up the bytes of all purposes."""
+        result = super().__new__(cls, sum(at_peak.values()))
+        result.at_peak = at_peak
+        return result
+
+    def __getnewargs__(self) -> tuple[dict[tuple[str, str], int]]:
+        return (self.at_peak,)
+
+
 @public
 def expected_memory(
     model: Any,
@@ -91,7 +106,7 @@ def expected_memory(
     coord: Mapping[str, int] | None = None,
     buffers: Buffers | None = None,
     **options: Any,
-) -> int:
+) -> ExpectedMemory:
     """Predict the peak memory of one rank of an accelerator in a train step.
 
     Runs two steps on fake tensors, as `expected_traffic` does, and adds up all allocations: state, batch, gathered
@@ -112,6 +127,9 @@ def expected_memory(
         but for some KB of numbers that ranks compare. On an abstract mesh an estimate with the kernels of a CPU, within
         15 % for small decoders; offloaded activations count as if they stayed. If the strategy keeps anything off the
         device, the accelerator of this machine is used.
+        Its `at_peak` has the bytes by category and name, the largest first: "params", "opt_state", "batch" by leaf,
+        "gathered weights", "gradients" that are sent or reduced, "activations" with other gradients by unit, and
+        "update", which includes the next state without `donate=True`.
 
     Raises:
         ArgumentError: An argument has a wrong type.
@@ -123,15 +141,17 @@ def expected_memory(
         >>> loss = lambda params, batch: (batch["x"] @ fs.gather_unit(params)["w"]).square().mean()
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
         >>> layout = fs.plan_layout({"w": fs.random.zeros((256, 64))}, mesh, strategy=fs.zero(3))
-        >>> peak = fs.debug.expected_memory(loss, fs.adamw(1e-3), layout, {"x": torch.ones(8, 256)})
+        >>> peak = fs.debug.expected_memory(loss, fs.adamw(1e-3), layout, {"x": torch.ones(8, 256)}, donate=True)
         >>> peak > layout.memory(fs.adamw(1e-3)).total
         True
+        >>> peak.at_peak["params", "w"]  # float32[64, 64], this rank's part
+        16384
     """
     device = _device_with_memory(layout)
     rank = FakeRank(coord, device)
     # Two steps: the first one moves the state's counts to the device.
     log = fake_step(recording_streams, model, opt, layout, batch, rank=rank, buffers=buffers, steps=2, **options)
-    return peak_bytes(log.rows, device)
+    return ExpectedMemory(at_peak(log.rows, device))
 
 
 class FakeRank(NamedTuple):
@@ -164,7 +184,7 @@ def fake_step(
         mesh = _mesh(shape, device)
         state = _state(opt, on_mesh(layout, mesh), first)
         here = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), shapes)
-        with set_mesh(mesh), around(state, here) as seen:
+        with set_mesh(mesh), around(state, {"batch": here}) as seen:
             for _ in range(steps):
                 state, _ = step(state, here)
     return seen

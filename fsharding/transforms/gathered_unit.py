@@ -115,7 +115,7 @@ class GatheredUnit:
     def _on_gather_stream(self) -> Generator[None]:
         """Run the block on the gather stream, which may then take memory that the compute stream read until now."""
         free = self._streams.record("free")
-        with _compat.region("gather"), self._streams.on("gather"):
+        with _compat.region("gather", self.name), self._streams.on("gather"):
             self._streams.wait(free)
             yield
 

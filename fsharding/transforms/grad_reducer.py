@@ -123,7 +123,7 @@ class GradReducer:
         """Copy a large gradient into its bucket, so that its memory is free, or add it to the values there."""
         # It is complete except for values from `write`; `reduce` follows with the other gradients of the unit.
         bucket = self._open_bucket(unit, large)
-        with _compat.region("scatter"):
+        with _compat.region("scatter", unit.name):
             bucket.add([large.slot], [grad])
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ class GradReducer:
         # alive, and their reduction overlaps with this unit's backward.
         self.settle()
         self._let_go()
-        with _compat.region("scatter"):
+        with _compat.region("scatter", unit.name):
             for number, b in enumerate(unit.plan.reductions):
                 bucket = self._open.pop((unit, number), None) or self._make_bucket(unit, b, b.early)
                 filled = bucket.filled
