@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import tempfile
 import time
@@ -10,56 +9,44 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import fsharding as fs
-from fsharding.apps.cli.documents import is_table, open_documents, open_encoder
+from fsharding.apps.cli.documents import is_table, open_documents, open_encoder, require
 from fsharding.apps.cli.metrics import metrics_rows
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.resume import changes, choose, notes
 from fsharding.apps.cli.usage import check_values, parse_trackers
-from fsharding.apps.data import Packed, Tokens, open_data, packed
 from fsharding.base.calls import call_as
 from fsharding.base.errors import BatchError, CheckpointError, ConfigError, message, report
-from fsharding.formats.precision import FP8, FP8_BLOCK, MXFP8, NVFP4
-from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES, make_shape, parse_axes
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.models.model import Model
-from fsharding.models.presets import recipe
-from fsharding.pipeline.schedule import Schedule, plan_schedule
-from fsharding.pipeline.stages import stages_of
+from fsharding.mesh.preemption import read_deadline
 from fsharding.sharding.memory_kinds import parse_memory
-from fsharding.sharding.partition_spec import DEFAULT_RULES
-from fsharding.sharding.strategy import STRATEGIES, Strategy
+from fsharding.sharding.strategy import STRATEGIES
 
 __all__ = [
-    "OPTIMIZERS", "PRECISIONS", "Data", "Swap", "check", "model_of", "offloaded", "open_data_of", "parse_swaps",
-    "policy_of", "schedule_of", "stages",
+    "PRECISIONS", "Data", "Swap", "check", "model_of", "offloaded", "open_data_of", "parse_swaps", "schedule_of",
+    "stages",
 ]  # fmt: skip
 
-Data: TypeAlias = Tokens | Packed
+Data: TypeAlias = "fs.data.Tokens | fs.data.Packed"
 
 PRECISIONS = {
-    "float32": fs.FP32, "bfloat16": fs.BF16, "float16": fs.FP16, "fp8": FP8, "fp8-block": FP8_BLOCK, "mxfp8": MXFP8,
-    "nvfp4": NVFP4,
+    "float32": fs.FP32, "bfloat16": fs.BF16, "float16": fs.FP16, "fp8": fs.FP8, "fp8-block": fs.FP8_BLOCK,
+    "mxfp8": fs.MXFP8, "nvfp4": fs.NVFP4,
 }  # fmt: skip
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # `--swap-at` takes these as well
-
-# What `--optimizer` takes, and its peak rate as a multiple of AdamW's.
-OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
 
 
 def check(config: TrainConfig, world: int) -> None:
     """Refuse options that would fail later on `world` ranks; only a full disk, a lost rank or a NaN may."""
     check_values("fsharding train", config)
     _check_together(config)
-    offloaded("fsharding train", config.strategy, config.offload)
-    policy_of("fsharding train", config.offload, config.policy)
-    _check_trackers(config)
+    offloaded("fsharding train", config.strategy, config.offload, config.policy)
     _layers_of_stages(config)
     for text in (config.mesh, *(swap.mesh for swap in parse_swaps(config.swap_at) if swap.mesh)):
         _check_mesh(config, text, world)
     data, validation = open_data_of(config)
     for opened in (data, validation):
-        if isinstance(opened, Packed):
+        if isinstance(opened, fs.data.Packed):
             opened.batch(0)  # documents are read on demand: find errors now
     if config.resume:
         _check_resume(config, data)
@@ -68,52 +55,46 @@ def check(config: TrainConfig, world: int) -> None:
 
 
 def _check_together(config: TrainConfig) -> None:
-    """Refuse combinations of options."""
+    """Refuse combinations of options, and packages that are missing for `--log`."""
     wrong: list[str] = []
     if config.trace is not None and config.trace > config.steps:
         wrong.append(f"--trace {config.trace}: at most the {config.steps} of --steps")
-    if 0 < config.decay_steps < (warmup := recipe(config.preset).warmup):
+    if 0 < config.decay_steps < (warmup := fs.models.presets.recipe(config.preset).warmup):
         wrong.append(f"--decay-steps {config.decay_steps}: 0, or at least the {warmup} of the warm-up")
-    if wrong:
-        raise ConfigError(message("got numbers out of range.", wrong))
     if config.resume_older and config.resume not in ("auto", "newest"):
-        mend = "Write --resume auto --resume-older."
-        raise ConfigError(message("got --resume-older without --resume auto or newest.", mend=mend))
-    if config.deadline:
-        when = call_as("fsharding train --deadline", preemption.read_deadline, config.deadline)
-        if when.timestamp() <= time.time():
-            text = f"got a deadline in the past: {when:%Y-%m-%d %H:%M:%S}."
-            raise ConfigError(report(f"fsharding train --deadline {text}", mend="Pass a later one, or omit it."))
+        wrong.append("--resume-older without --resume auto or newest: write --resume auto --resume-older")
     if config.val_every and not config.val_data:
-        mend = "Pass --val-data as well, or omit --val-every."
-        raise ConfigError(message("got --val-every without --val-data.", mend=mend))
-
-
-def _check_trackers(config: TrainConfig) -> None:
+        wrong.append("--val-every without --val-data: pass both, or omit --val-every")
+    if config.deadline:
+        when = call_as("fsharding train --deadline", read_deadline, config.deadline)
+        if when.timestamp() <= time.time():
+            wrong.append(f"--deadline {when:%Y-%m-%d %H:%M:%S}: in the past; pass a later one, or omit it")
+    if wrong:
+        raise ConfigError(message("got options that no run can have.", wrong))
     packages = [name for name in parse_trackers(config.log) if name != "json"]
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        text = f"fsharding train --log needs packages that are not installed: {', '.join(missing)}."
-        raise ConfigError(report(text, mend="Install them with: pip install 'fsharding[log]'"))
+    call_as("fsharding train --log", require, packages, "log")
 
 
-def model_of(config: TrainConfig) -> Model:
+def model_of(config: TrainConfig) -> fs.models.Model:
     """Return the model of a run."""
-    return recipe(config.preset).model(sequence=config.sequence, attention=config.attention)
+    return fs.models.presets.recipe(config.preset).model(sequence=config.sequence, attention=config.attention)
 
 
-def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
+def schedule_of(config: TrainConfig, mesh: Mesh) -> fs.pipeline.Schedule | None:
     """Plan the schedule of a pipeline; None on a mesh without `pp`."""
     ranks = abstract(mesh).axis_size("pp")
     if ranks == 1:
         return None
     options: dict[str, Any] = {"stages_per_rank": config.stages_per_rank, "gather": config.gather}
-    return plan_schedule(config.schedule, ranks, config.microbatches, **options)
+    return fs.pipeline.plan_schedule(config.schedule, ranks, config.microbatches, **options)
 
 
 def stages(config: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
     """Return the pipeline stages, as `plan_layout` takes them; None on a mesh without `pp`."""
     schedule = schedule_of(config, mesh)
-    return None if schedule is None else stages_of(model_of(config), schedule, counts=_layers_of_stages(config))
+    if schedule is None:
+        return None
+    return fs.pipeline.stages_of(model_of(config), schedule, counts=_layers_of_stages(config))
 
 
 def _layers_of_stages(config: TrainConfig) -> list[int] | None:
@@ -129,12 +110,8 @@ def _check_mesh(config: TrainConfig, text: str, world: int) -> None:
     axes = {"dp": -1, **parse_axes(text)}
     shape = call_as(f"fsharding train --mesh {text or 'dp=-1'}", make_shape, axes, world=world)
     model = model_of(config)
-    known = ("pp", "replica", "dp", "ep", *model.axes)
-    if others := [axis for axis in AXES if axis not in known and shape.axis_size(axis) > 1]:
-        text = f"cannot shard the decoder over {', '.join(others)} on mesh {shape}."
-        raise ConfigError(message(text, mend=f"It runs on the axes {', '.join(known)}."))
     if model.check is not None:
-        model.check(shape, DEFAULT_RULES)
+        model.check(shape, fs.DEFAULT_RULES)
     stages(config, shape)
     cp = shape.axis_size("cp")
     tp = shape.axis_size("tp") if config.sequence else 1
@@ -163,7 +140,7 @@ def _open(config: TrainConfig, option: str, source: str) -> Data:
         if source != "default" and is_table(Path(source)):
             text = f"cannot read the data set {option} {source} byte by byte."
             raise ConfigError(message(text, mend="Pass its tokenizer: --tokenizer tokenizer.json."))
-        data = open_data(source, documents=config.documents, **sizes)
+        data = fs.data.open_data(source, documents=config.documents, **sizes)
     elif source.endswith(".bin"):
         text = f"got --tokenizer {config.tokenizer}, but {option} {source} already has tokens."
         raise ConfigError(message(text, mend="Omit --tokenizer."))
@@ -171,8 +148,8 @@ def _open(config: TrainConfig, option: str, source: str) -> Data:
         encoder = open_encoder(config.tokenizer, config.eos)
         documents = open_documents(source, config.text_column or "text")
         sizes |= {"eos": encoder.eos, "vocab_size": encoder.vocab_size}
-        data = packed(documents, tokenizer=encoder, boundaries=config.documents, **sizes)
-    vocab = recipe(config.preset).config.vocab_size
+        data = fs.data.packed(documents, tokenizer=encoder, boundaries=config.documents, **sizes)
+    vocab = fs.models.presets.recipe(config.preset).config.vocab_size
     if data.vocab_size is not None and data.vocab_size > vocab:
         text = f"cannot embed {data.vocab_size} tokens of {source} in the {vocab} of --preset {config.preset}."
         raise ConfigError(message(text, mend="Choose a preset with a larger vocabulary, or different data."))
@@ -242,28 +219,19 @@ def parse_swaps(text: str) -> tuple[Swap, ...]:
 _DEFAULT_POLICY = "save_except_gathered"
 
 
-def _split(text: str) -> tuple[list[str], str]:
-    """Split `--offload` into the kinds of memory for activations, and the rest."""
+def offloaded(command: str, strategy: str, text: str, policy: str = _DEFAULT_POLICY) -> tuple[fs.Strategy, str]:
+    """Return a strategy with the memory kinds of `--offload`, and the remat policy with its kind of activations."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     own = [part for part in parts if part.partition("=")[0].strip() == "activations"]
-    return [part.partition("=")[2].strip() for part in own], ",".join(part for part in parts if part not in own)
-
-
-def offloaded(command: str, strategy: str, text: str) -> Strategy:
-    """Return a strategy with the memory kinds of `--offload`."""
-    policy_of(command, text, _DEFAULT_POLICY)
-    return Strategy.parse(strategy).with_memory(**call_as(f"{command} --offload", parse_memory, _split(text)[1]))
-
-
-def policy_of(command: str, text: str, policy: str) -> str:
-    """Return the name of the remat policy: `offload` for activations on the host, else the given one."""
-    kinds, _ = _split(text)
+    kinds = [part.partition("=")[2].strip() for part in own]
     if odd := [kind for kind in kinds if kind not in ("device", "host")]:
         mend = "Keep them on the host, activations=host; or recompute them, --policy nothing_saveable."
         raise ConfigError(report(f"{command} --offload got activations={odd[0]}: device or host.", mend=mend))
-    if "host" not in kinds:
-        return policy
-    if policy not in (_DEFAULT_POLICY, "offload", "offload_inputs"):
+    if "host" in kinds and policy not in (_DEFAULT_POLICY, "offload", "offload_inputs"):
         mend = "Omit one of the two, or write --policy offload_inputs, which keeps inputs of blocks on the host."
         raise ConfigError(report(f"{command} --offload got activations=host and --policy {policy}.", mend=mend))
-    return "offload" if policy == _DEFAULT_POLICY else policy
+    if "host" in kinds and policy == _DEFAULT_POLICY:
+        policy = "offload"
+    rest = ",".join(part for part in parts if part not in own)
+    memory = call_as(f"{command} --offload", parse_memory, rest)
+    return fs.Strategy.parse(strategy).with_memory(**memory), policy

@@ -9,8 +9,9 @@ import tomllib
 import types
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
@@ -25,7 +26,6 @@ __all__ = ["OWN_OPTIONS", "config_text", "with_config_file"]
 OWN_OPTIONS = ("config", "print_config")  # no file has them
 
 _MOST_BYTES = 1 << 16
-_DEPTH = 3
 
 
 def with_config_file(args: Sequence[str], command: str, config: type[Any]) -> list[str]:
@@ -39,14 +39,10 @@ def with_config_file(args: Sequence[str], command: str, config: type[Any]) -> li
     if len(paths) > 1:
         text = f"got {len(paths)} files: {', '.join(paths)}."
         raise ConfigError(report(f"fsharding {command} --config {text}", mend="Give one file."))
-    typed = {_name(arg) for arg in args[1:] if arg.startswith("--")}
+    # By field: save_every for `--save-every=3`, and plot for `--no-plot`.
+    typed = [arg[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for arg in args if arg.startswith("--")]
     options = call_as(f"fsharding {command} --config", _read_options, Path(paths[0]), config)
     return [command, *(arg for name, given in options.items() if name not in typed for arg in given), *args[1:]]
-
-
-def _name(arg: str) -> str:
-    """Return the field that an option sets: save_every for `--save-every=3`, and plot for `--no-plot`."""
-    return arg[2:].partition("=")[0].replace("-", "_").removeprefix("no_")
 
 
 def _read_options(path: Path, config: type[Any]) -> dict[str, list[str]]:
@@ -56,7 +52,7 @@ def _read_options(path: Path, config: type[Any]) -> dict[str, list[str]]:
         text = read_plain(os.path.realpath(path), _MOST_BYTES).decode("utf-8")
         pairs = list(tomllib.loads(text).items()) if path.suffix == ".toml" else _parse_yaml(text)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or str(error) or "it is too deep"
+        why = "it is too deep" if isinstance(error, RecursionError) else getattr(error, "strerror", None) or str(error)
         mend = "Give a file of YAML or TOML with one option a line; --print-config writes one."
         raise ConfigError(message(f"cannot read {path}.", [why], mend)) from error
     hints = typing.get_type_hints(config)
@@ -79,26 +75,22 @@ def _read_options(path: Path, config: type[Any]) -> dict[str, list[str]]:
     return result
 
 
+class _Loader(yaml.SafeLoader):
+    """Loader of YAML without aliases, which could make an error message of any size."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias")
+        return super().compose_node(parent, index)
+
+
 def _parse_yaml(text: str) -> list[tuple[Any, Any]]:
     """Return the pairs of a mapping, each key as often as it is there."""
-    # Check events before building objects: aliases and nesting could exhaust memory.
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEPTH:
-            raise ValueError(f"it is more than {_DEPTH} levels deep")
-        if isinstance(event, yaml.AliasEvent):
-            raise ValueError("it has an alias")
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return []
-        if not isinstance(node, yaml.MappingNode):
-            raise ValueError("it isn't a mapping of keys to values")
-        return [tuple(loader.construct_object(part, deep=True) for part in pair) for pair in node.value]
-    finally:
-        loader.dispose()
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if not isinstance(node, yaml.MappingNode | None):
+        raise ValueError("it isn't a mapping of keys to values")
+    return [tuple(loader.construct_object(part, deep=True) for part in pair) for pair in node.value] if node else []
 
 
 _WORDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "text"}
@@ -107,10 +99,9 @@ _WORDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a nu
 def _arguments(name: str, value: Any, hint: Any) -> list[str] | str:
     """Return the arguments of an option; or, as text, the type it needs."""
     typed = option(name)
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kind, *others = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)  # None comes last
     if value is None:
-        return [] if types.NoneType in kinds else _WORDS.get(kinds[0], "text")
-    kind = next(kind for kind in kinds if kind is not types.NoneType)
+        return [] if others else _WORDS.get(kind, "text")
     if kind is bool:
         return [typed if value else f"--no-{typed[2:]}"] if isinstance(value, bool) else _WORDS[bool]
     if get_origin(kind) is tuple:
@@ -121,10 +112,8 @@ def _arguments(name: str, value: Any, hint: Any) -> list[str] | str:
     if isinstance(value, datetime.datetime):  # a deadline
         value = value.isoformat()
     if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-        try:
+        with suppress(ValueError):
             value = float(value)
-        except ValueError:
-            return _WORDS[float]
     taken = {int: int, float: int | float}.get(kind, str | int)
     return [f"{typed}={value}"] if isinstance(value, taken) and not isinstance(value, bool) else _WORDS[kind]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import platform
 import resource
@@ -16,7 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from fsharding.mesh.device_mesh import everyone, make_mesh
 from fsharding.mesh.launch import launch_ranks
 from fsharding.ops.scaled_mm import scaled_kernel
 
-__all__ = ["Finding", "Socket", "doctor", "listening", "transport"]
+__all__ = ["Finding", "listening", "on_socket", "run_doctor", "transport"]
 
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -57,23 +58,7 @@ class Finding(NamedTuple):
     grave: bool = False  # ranks cannot run, or other machines can reach them
 
 
-class Socket(NamedTuple):
-    """A listening TCP socket of the launcher or of a rank."""
-
-    process: str
-    address: str
-    port: int
-
-    @property
-    def outside(self) -> bool:
-        """Whether another machine can reach it."""
-        return not ipaddress.ip_address(self.address).is_loopback
-
-    def __str__(self) -> str:
-        return f"{f'[{self.address}]' if ':' in self.address else self.address}:{self.port}"
-
-
-def doctor(config: DoctorConfig) -> int:
+def run_doctor(config: DoctorConfig) -> int:
     """Print the findings; return 1 if two local ranks cannot run or other machines can reach them, else 0."""
     findings = [*_machine(), *_variables()]
     print("fsharding doctor: starts two ranks, which takes some seconds", file=sys.stderr, flush=True)
@@ -120,10 +105,10 @@ def _memory() -> Finding:
     if limit.is_file() and (text := limit.read_text().strip()).isdigit() and int(text) < total:
         total = int(text)
         left = min(left, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    value = f"{_size(total)}, {_size(left)} free"
+    finding = Finding("memory", f"{_size(total)}, {_size(left)} free")
     if left < 1 << 30:
-        return Finding("memory", value, "Two ranks with torch take about 1 GiB.", "End other programs.")
-    return Finding("memory", value)
+        finding = finding._replace(wrong="Two ranks with torch take about 1 GiB.", mend="End other programs.")
+    return finding
 
 
 def _copies() -> Iterator[Finding]:
@@ -205,14 +190,13 @@ def _shm() -> Finding:
 
 
 def _open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = [str(n) if n != resource.RLIM_INFINITY else "unlimited" for n in (soft, hard)]
-    value = f"{text[0]}, limit {text[1]}"
-    if soft == resource.RLIM_INFINITY or soft >= _FEW_FILES:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if n == resource.RLIM_INFINITY else n for n in limits)
+    value = f"{soft}, limit {hard}".replace("inf", "unlimited")
+    if soft >= _FEW_FILES:
         return Finding("open files", value)
     wrong = "Each process group takes a few open files per peer: large meshes run out."
-    most = _FEW_FILES if hard == resource.RLIM_INFINITY else min(hard, _FEW_FILES)
-    return Finding("open files", value, wrong, f"Run `ulimit -n {most}` first.")
+    return Finding("open files", value, wrong, f"Run `ulimit -n {min(hard, _FEW_FILES)}` first.")
 
 
 def _size(n: int) -> str:
@@ -249,26 +233,28 @@ def _trouble(name: str, value: str) -> tuple[str, str]:
 # -------------------------------------------------------------------------------------------------------------- ranks
 def _ranks() -> Iterator[Finding]:
     try:
-        answers: list[dict[str, Any]] = launch_ranks(_look, 2)
+        answers = launch_ranks(_look, 2)
     except RankError as error:
         yield Finding("two local ranks", "do not run", f"{error}", "See the error of the rank.", grave=True)
         return
     yield Finding("two local ranks", "run")
-    yield Finding("transport", *transport(*answers[0]["transport"]))
+    yield Finding("transport", *transport(*answers[0][0]))
     if not Path("/proc/self/net/tcp").exists():
         yield Finding("listening", "unknown", "Listening sockets are read from /proc.", "Use Linux.")
-    sockets = [Socket(*row) for rank in answers for row in rank["sockets"]]
-    for it in sockets:
-        finding = Finding(f"listening on {it}", f"{it.process}, for this machine only")
-        if it.outside:
-            wrong = "Any process that reaches this address can talk to a run, unauthenticated."
-            mend = "Isolate the network, with a firewall or a separate namespace."
-            if chosen := [f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ]:
-                mend = f"Unset {', '.join(chosen)}, or isolate the network."
-            finding = Finding(finding.name, f"{it.process}, reachable from outside", wrong, mend, grave=True)
-        yield finding
-    if not sockets:
-        yield Finding("listening", "no process of a local run")
+    sockets = [on_socket(*row) for _, rows in answers for row in rows]
+    yield from sockets or [Finding("listening", "no process of a local run")]
+
+
+def on_socket(process: str, address: str, port: int) -> Finding:
+    """Describe a listening TCP socket of the launcher or of a rank, and who can reach it."""
+    name = f"listening on {f'[{address}]' if ':' in address else address}:{port}"
+    if ipaddress.ip_address(address).is_loopback:
+        return Finding(name, f"{process}, for this machine only")
+    wrong = "Any process that reaches this address can talk to a run, unauthenticated."
+    mend = "Isolate the network, with a firewall or a separate namespace."
+    if chosen := [f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ]:
+        mend = f"Unset {', '.join(chosen)}, or isolate the network."
+    return Finding(name, f"{process}, reachable from outside", wrong, mend, grave=True)
 
 
 def transport(name: str, reason: str) -> tuple[str, str, str]:
@@ -282,8 +268,8 @@ def transport(name: str, reason: str) -> tuple[str, str, str]:
     return value, "Every byte goes through a socket, slower than shared memory.", mend
 
 
-def _look() -> dict[str, Any]:
-    """Report a rank's transport and sockets; rank 0 adds the launcher's."""
+def _look() -> tuple[tuple[str, str], list[tuple[str, str, int]]]:
+    """Return a rank's transport and its reason, and its sockets; rank 0 adds the launcher's."""
     enough = devices.device_count() >= int(os.environ["WORLD_SIZE"])
     mesh = make_mesh(dp=-1, device=None if enough else "cpu", timeout=timedelta(seconds=60))
     try:
@@ -295,7 +281,7 @@ def _look() -> dict[str, Any]:
             sockets = [*(("launcher", *row) for row in listening(os.getppid())), *sockets]
     finally:
         dist.destroy_process_group()
-    return {"transport": (choice.kind.name, choice.reason), "sockets": sockets}
+    return (choice.kind.name, choice.reason), sockets
 
 
 def listening(pid: int) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ from fsharding.apps.data import files_below, stdlib_files
 from fsharding.base.errors import ConfigError, DataError, message
 from fsharding.base.untrusted import read_json
 
-__all__ = ["Encoder", "is_table", "open_documents", "open_encoder", "read_tokenizer"]
+__all__ = ["Encoder", "is_table", "open_documents", "open_encoder", "read_tokenizer", "require"]
 
 _TABLES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}  # readers of datasets
 _ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")  # in published tokenizers
@@ -32,15 +32,16 @@ class Encoder(NamedTuple):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def _require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        rule = f"needs the package {package}, which is not installed."
-        raise ConfigError(message(rule, mend="Install it with: pip install 'fsharding[text]'"))
+def require(packages: Sequence[str], extra: str) -> None:
+    """Refuse to continue without packages that an extra installs."""
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        rule = f"needs packages that are not installed: {', '.join(missing)}."
+        raise ConfigError(message(rule, mend=f"Install them with: pip install 'fsharding[{extra}]'"))
 
 
 def read_tokenizer(path: Path) -> tuple[Any, Path]:
     """Read tokenizer.json, or that file of a directory; return the tokenizer and its file."""
-    _require("tokenizers")
+    require(["tokenizers"], "text")
     from tokenizers import Tokenizer  # lazy: an extra
 
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -98,21 +99,21 @@ def open_documents(source: str, column: str) -> Any:
     path = Path(source)
     files = stdlib_files() if source == "default" else files_below(path)
     kinds = sorted({file.suffix for file in files})
+    saved = _is_saved(path)
+    if has_rows := saved or any(kind in _TABLES for kind in kinds):
+        require(["datasets"], "text")
     try:
-        if not _is_saved(path) and not any(kind in _TABLES for kind in kinds):
+        if not has_rows:
             return [file.read_text(encoding="utf-8") for file in files]
-        _require("datasets")
         import datasets  # lazy: an extra, and slow to load
 
-        if _is_saved(path):
+        if saved:
             rows = datasets.load_from_disk(source)
             rows = rows["train"] if isinstance(rows, datasets.DatasetDict) else rows
         elif len(kinds) > 1:
             raise ValueError(f"it has files of {len(kinds)} kinds, {', '.join(kinds)}")
         else:
             rows = datasets.load_dataset(_TABLES[kinds[0]], data_files=[str(file) for file in files], split="train")
-    except ConfigError:
-        raise
     except Exception as error:  # readers raise many kinds of errors
         rule = f"cannot read {source}: {error.__cause__ or error}."
         mend = "Pass UTF-8 text, a split written by save_to_disk, or files of one kind with a document per row."

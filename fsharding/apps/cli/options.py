@@ -1,8 +1,8 @@
-"""Options of each subcommand, with their help as comments; imported before torch."""
+"""Options of each subcommand, with their help as docstrings and comments; imported before torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a decoder: model, data, ranks, mesh and length of the run."""
+    """Train a decoder on bytes or tokens."""
 
     out: Path  # directory for metrics, plot and checkpoints.
     preset: str = "tiny"  # model and its settings: tiny, tiny_llama3, llama3_8b ...; see `fsharding.models.presets`.
@@ -91,10 +91,15 @@ class TrainConfig:
         """File of metrics."""
         return self.out / "metrics.jsonl"
 
+    @property
+    def texts(self) -> dict[str, str]:
+        """Values of all options as text, by field."""
+        return {name: str(value) for name, value in asdict(self).items()}
+
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Show memory and traffic of a preset on a mesh of any size, without devices."""
+    """Show what a preset takes on a mesh of any size."""
 
     preset: tyro.conf.Positional[str]  # preset of `fsharding.models.presets`.
     mesh: str = "dp=1"  # axis sizes, such as `pp=16,dp=4,ep=64,tp=2`; the product is the number of ranks.
@@ -108,14 +113,14 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Check this machine: versions, devices, transport, limits, and listening sockets."""
+    """Look at this machine as ranks will see it."""
 
     json: bool = False  # print one JSON object.
 
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Show a checkpoint and verify its checksums; or list the checkpoints of a run."""
+    """Show a checkpoint and verify it."""
 
     path: tyro.conf.Positional[Path]  # checkpoint, or --out directory of a run.
     json: bool = False  # print one JSON object.
@@ -146,7 +151,7 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class ReshardConfig:
-    """Rewrite a checkpoint in a different layout, in bounded memory."""
+    """Write a checkpoint in another layout."""
 
     source: tyro.conf.Positional[Path]  # checkpoint to read.
     target: tyro.conf.Positional[Path]  # directory to create.
@@ -157,7 +162,7 @@ class ReshardConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Export a checkpoint for other programs."""
+    """Write a checkpoint for another program."""
 
     source: tyro.conf.Positional[Path]  # checkpoint to read.
     target: tyro.conf.Positional[Path]  # file (torch) or directory (safetensors, dcp) to create.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
 import uuid
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from fsharding.checkpoint.collective_call import on_all, together
 from fsharding.checkpoint.directory import lock_alone, survey
 from fsharding.mesh.device_mesh import own_rank
 
-__all__ = ["Choice", "alone_in", "batches_seen", "changes", "choose", "is_damaged", "notes"]
+__all__ = ["Choice", "batches_seen", "changes", "choose", "is_damaged", "lock_run", "notes"]
 
 LOCK = ".lock"
 
@@ -38,9 +38,7 @@ def choose(resume: str, checkpoints: Path, skip: Collection[Path] = ()) -> Choic
     if resume not in ("auto", "newest"):
         path = checkpoints / resume if resume.isdigit() else Path(resume)
         checkpoint.metadata(path)
-        if path in skip:
-            raise _nothing(checkpoints, [f"{path.name}: its data is damaged"])
-        return Choice(path)
+        return Choice(path)  # never one of `skip`: --resume-older needs auto or newest
     passed: list[str] = []
     for one in survey(checkpoints):
         problem = "its data is damaged" if one.path in skip else one.problem
@@ -48,13 +46,9 @@ def choose(resume: str, checkpoints: Path, skip: Collection[Path] = ()) -> Choic
             return Choice(one.path, tuple(passed))
         passed.append(f"{one.path.name}: {problem}")
     if resume == "newest" or skip:
-        raise _nothing(checkpoints, passed)
+        text = f"fsharding train --resume finds no complete checkpoint in {checkpoints}."
+        raise CheckpointError(report(text, passed, "Leave --resume out to start a new run."))
     return Choice(None, tuple(passed))
-
-
-def _nothing(checkpoints: Path, rows: list[str]) -> CheckpointError:
-    text = f"fsharding train --resume finds no complete checkpoint in {checkpoints}."
-    return CheckpointError(report(text, rows, "Leave --resume out to start a new run."))
 
 
 def is_damaged(path: Path) -> bool:
@@ -68,11 +62,9 @@ def batches_seen(newest: Path) -> int:
     manifest = checkpoint.metadata(newest)
     batches = notes(manifest).get("batches", manifest.step)
     if type(batches) is not int or batches < 0:
-        text = (
-            f"fsharding train --resume cannot go on from {newest}: it does not say how many batches its run had seen."
-        )
+        text = f"cannot go on from {newest}: it does not say how many batches its run had seen."
         mend = "fs.checkpoint.load reads it; --resume takes what fsharding train has saved."
-        raise CheckpointError(report(text, [f"batches: {batches!r}"], mend))
+        raise CheckpointError(report(f"fsharding train --resume {text}", [f"batches: {batches!r}"], mend))
     return batches
 
 
@@ -95,41 +87,34 @@ def changes(config: TrainConfig, before: dict[str, Any], names: Iterable[str]) -
     return rows
 
 
-@contextlib.contextmanager
-def alone_in(out: Path) -> Generator[None]:
-    """Lock the directory of a run, and refuse ranks that see another directory. Collective."""
-    with contextlib.ExitStack() as stack:
-        _, (token, *_) = together(lambda: (None, stack.enter_context(_held(out)) if own_rank() == 0 else ""))
-        on_all(lambda: _check_seen(out, token))
-        yield
+def lock_run(out: Path, held: ExitStack) -> None:
+    """Lock the directory of a run until `held` ends, and refuse ranks that see another directory. Collective."""
+    _, (token, *_) = together(lambda: (None, _lock(out, held) if own_rank() == 0 else ""))
+    on_all(lambda: _check_seen(out, token))
 
 
-@contextlib.contextmanager
-def _held(out: Path) -> Generator[str]:
-    """Lock a directory on rank 0, and yield what is then written in its lock."""
+def _lock(out: Path, held: ExitStack) -> str:
+    """Lock a directory on rank 0, and return what is then written in its lock."""
     # The kernel drops the lock with the process, however that ends; on a shared file system it may hold for all hosts.
     fd = os.open(out / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock_alone(fd))
-        except BlockingIOError as error:
-            holder = (out / LOCK).read_text(errors="replace")[:300].partition("\n")[0]
-            mend = "Wait for its end, or give another --out."
-            text = f"cannot run in {out}: another run is there."
-            raise ConfigError(message(text, [holder] if holder else [], mend)) from error
-        holder = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        token = f"{holder}\n{uuid.uuid4().hex}\n"
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, token.encode(), 0)
-        os.fsync(fd)
-        yield token
+    try:
+        held.enter_context(lock_alone(fd))
+    except BlockingIOError as error:
+        holder = (out / LOCK).read_text(errors="replace")[:300].partition("\n")[0]
+        mend = "Wait for its end, or give another --out."
+        text = f"cannot run in {out}: another run is there."
+        raise ConfigError(message(text, [holder] if holder else [], mend)) from error
+    holder = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    token = f"{holder}\n{uuid.uuid4().hex}\n"
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, token.encode(), 0)
+    os.fsync(fd)
+    return token
 
 
 def _check_seen(out: Path, token: str) -> None:
-    try:
-        result = (out / LOCK).read_text(errors="replace")
-    except OSError:
-        result = ""
-    if result != token:
-        mend = "Give all ranks an --out on a file system that they share: checkpoints are written by all of them."
-        raise ConfigError(message(f"does not see the --out of rank 0 at {out}.", mend=mend))
+    with suppress(OSError):
+        if (out / LOCK).read_text(errors="replace") == token:
+            return
+    mend = "Give all ranks an --out on a file system that they share: checkpoints are written by all of them."
+    raise ConfigError(message(f"does not see the --out of rank 0 at {out}.", mend=mend))

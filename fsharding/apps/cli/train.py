@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,45 +21,31 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.profiler import profile, supported_activities
 
 import fsharding as fs
-from fsharding import checkpoint, ops
 from fsharding.apps.cli import config as job
-from fsharding.apps.cli.config import OPTIMIZERS, PRECISIONS, Data, Swap
-from fsharding.apps.cli.metrics import metrics_rows, plot_loss
+from fsharding.apps.cli.metrics import Meter, Trackers, cut_rows, flops_per_token, metrics_rows, peak_flops, plot_loss
 from fsharding.apps.cli.options import TrainConfig
-from fsharding.apps.cli.resume import Choice, alone_in, batches_seen, changes, choose, is_damaged, notes
-from fsharding.apps.cli.throughput import Meter, flops_per_token, peak_flops
-from fsharding.apps.cli.trackers import Trackers
-from fsharding.apps.cli.usage import option, parse_trackers
-from fsharding.apps.data import Packed, Shard
+from fsharding.apps.cli.resume import Choice, batches_seen, changes, choose, is_damaged, lock_run, notes
+from fsharding.apps.cli.usage import OPTIMIZERS, option
 from fsharding.base import devices
-from fsharding.base.calls import call_as
 from fsharding.base.errors import CheckpointError, RankError, printable, report
-from fsharding.checkpoint.directory import append, naming_path, survey
-from fsharding.checkpoint.replicas import check_replicas
-from fsharding.comm.counters import Counts, record_collectives
-from fsharding.mesh import preemption
+from fsharding.checkpoint.collective_call import on_all
+from fsharding.checkpoint.directory import append, naming_path, survey, writing
+from fsharding.comm.counters import Counts
 from fsharding.mesh.abstract_mesh import parse_axes
 from fsharding.mesh.consistency import compare, refuse_differences
 from fsharding.mesh.device_mesh import everyone, own_rank
-from fsharding.mesh.failures import among, naming_lost, world_size, write_stacks
-from fsharding.models.model import Model
-from fsharding.models.presets import Recipe, recipe
+from fsharding.mesh.failures import naming_lost, world_size, write_stacks
 from fsharding.pipeline.plots import has_matplotlib
 from fsharding.train.evaluate import Evaluate
-from fsharding.train.state import TrainState, init_state, state_bytes
-from fsharding.train.step import Metrics, TrainStep
+from fsharding.train.step import TrainStep
 
 __all__ = ["train"]
 
 
 def train(config: TrainConfig) -> int:
     """Train in this process or on the launched ranks; return the exit status."""
-    return call_as("fsharding train", _until_stopped, config)
-
-
-def _until_stopped(config: TrainConfig) -> int:
-    deadline = preemption.parse_deadline(config.deadline) if config.deadline else None
-    with preemption.watch((*preemption.SIGNALS, signal.SIGINT), deadline=deadline) as watch:
+    deadline = fs.preemption.parse_deadline(config.deadline) if config.deadline else None
+    with fs.preemption.watch((*fs.preemption.SIGNALS, signal.SIGINT), deadline=deadline) as watch:
         try:
             stopped = _train(config, watch)
         except RankError as error:
@@ -72,57 +57,56 @@ def _until_stopped(config: TrainConfig) -> int:
     return config.preempt_status if stopped else 0
 
 
-def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
+def _train(config: TrainConfig, watch: fs.preemption.Watch | None = None) -> bool:
     """Train; return whether the run stopped before its last step."""
-    watch = watch or preemption.Watch(None, timedelta(0))
+    watch = watch or fs.preemption.Watch(None, timedelta(0))
     os.environ.setdefault("FSHARDING_DISK", str(config.out))
-    chosen = recipe(config.preset)
+    chosen = fs.models.presets.recipe(config.preset)
     model = job.model_of(config)
     schedule = _schedule(config, chosen)
-    opt = fs.optim.chain(fs.optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
-    swaps = job.parse_swaps(config.swap_at)
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(config.clip), _optimizer(config, chosen.weight_decay, schedule))
+    swaps = {swap.step: swap for swap in job.parse_swaps(config.swap_at)}
     with ExitStack() as held:
-        state, data, validation, source, first = _begin(config, model, opt, swaps, held)
+        state, data, validation, source, first = _begin(config, model, opt, held)
         if first < config.steps:
             # Read before any file changes: bad data must leave an earlier run intact.
-            shard = Shard(*fs.data_rank_and_size(state.layout.mesh))
+            shard = fs.data.Shard(*fs.data_rank_and_size(state.layout.mesh))
             data.batch(first, shard)
             if validation is not None:
                 validation.batch(0, shard)
         step, validate = _functions(config, model, opt, state)
-        size = state_bytes(state)
         longest_step = 0.0
-        longest_save = size / 1e8  # 100 MB/s until the first save
+        longest_save = fs.debug.state_bytes(state) / 1e8  # 100 MB/s until the first save
         watch.margin = _margin(longest_step, longest_save)
         done = first
         saved = first if _is_own(config, source) else -1
-        stopped = preemption.requested(state.layout.mesh)
-        log = _open_log(config, source, first, state, held)
+        stopped = fs.preemption.requested(state.layout.mesh)
+        # No rank saves before the files of an earlier run are gone.
+        on_all(lambda: _set_aside(config, source, first) if own_rank() == 0 else None)
+        log = _Log(config, first, _meter(config, state), held) if own_rank() == 0 else None
         while done < config.steps and not stopped:
             began = time.perf_counter()
-            if done > first and any(swap.step == done for swap in swaps):
-                past = [swap for swap in swaps if swap.step <= done]
+            if done > first and done in swaps:
                 # A mesh that stays is the same object: a new one would have groups of its own.
-                mesh = None if past[-1].mesh else state.layout.mesh
-                state = fs.reshard(state, _layout(config, model, past, mesh), donate=True)
+                mesh = None if swaps[done].mesh else state.layout.mesh
+                state = fs.reshard(state, _layout(config, model, done, mesh), donate=True)
                 step, validate = _functions(config, model, opt, state)
             rate = schedule(int(state.step))
             tracing = traced(config.out, done + 1, own_rank()) if done + 1 == config.trace else nullcontext()
             stepping = time.perf_counter()
-            with tracing, record_collectives() as counts:
+            with tracing, fs.debug.record_collectives() as counts:
                 state, metrics = step(state, _batch(data, done, state))
                 seconds = time.perf_counter() - stepping
             done += 1
-            stopped = preemption.requested()
+            stopped = fs.preemption.requested()
             loss = None
             due = done == config.steps or (config.val_every > 0 and done % config.val_every == 0)
             if validation is not None and due and not stopped:
                 loss = _validation_loss(config, validate, state, validation)
-            size = state_bytes(state)
             if log is not None:
-                log.write(done, metrics, counts, rate, size, seconds, loss)
+                log.write(done, metrics, counts, rate, fs.debug.state_bytes(state), seconds, loss)
             if config.check_replicas_every and done % config.check_replicas_every == 0:
-                check_replicas(state)
+                fs.debug.check_replicas(state)
             longest_step = max(longest_step, time.perf_counter() - began)
             if config.save_every and done % config.save_every == 0:
                 began = time.perf_counter()
@@ -131,7 +115,7 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
                 longest_save = max(longest_save, took) if saved > first else took
                 saved = done
                 # Collective: a signal that arrived during the save needs no further step.
-                stopped = stopped or preemption.requested(state.layout.mesh)
+                stopped = stopped or fs.preemption.requested(state.layout.mesh)
             watch.margin = _margin(longest_step, longest_save)
         if saved != done:
             _save(config, state, data, done)
@@ -148,50 +132,40 @@ def _margin(step: float, save: float) -> timedelta:
 
 
 # ------------------------------------------------------------------------------------------------- start and resume
-class _Begun(NamedTuple):
-    """A run before its first step; `checkpoint` is the one it resumes from, after `first` batches."""
-
-    state: TrainState
-    data: Data
-    validation: Data | None
-    checkpoint: Path | None
-    first: int
-
-
 def _begin(
-    config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, swaps: Sequence[Swap], held: ExitStack
-) -> _Begun:
-    """Create or load the first state of a run; `held` keeps its directory locked."""
+    config: TrainConfig, model: fs.models.Model, opt: fs.optim.GradientTransformation, held: ExitStack
+) -> tuple[fs.TrainState, job.Data, job.Data | None, Path | None, int]:
+    """Return the first state, the data and validation data, the checkpoint to resume from, and the batches it saw."""
+    # The directory stays locked until `held` ends.
     skip: set[Path] = set()
     locked = False
     while True:
         choice = choose(config.resume, config.checkpoints, skip)
         first = batches_seen(choice.path) if choice.path is not None else 0
-        layout = _layout(config, model, [swap for swap in swaps if swap.step <= first])
+        layout = _layout(config, model, first)
         data, validation = job.open_data_of(config)
         _agree(config, data, validation, layout.mesh, choice)
         if not locked:
-            held.enter_context(alone_in(config.out))
+            lock_run(config.out, held)
             locked = True
             if choose(config.resume, config.checkpoints, skip) != choice:
                 continue  # a run that was ending saved meanwhile
         _tell(config, choice, first)
         if choice.path is None:
-            state = init_state(model, opt, fs.random.key(config.seed), layout)
-            return _Begun(state, data, validation, None, 0)
+            state = fs.init_state(model, opt, fs.random.key(config.seed), layout)
+            return state, data, validation, None, 0
         try:
-            position = _position(data) if checkpoint.metadata(choice.path).data is not None else None
-            state = checkpoint.load(choice.path, layout, opt=opt, data=position)
-            return _Begun(state, data, validation, choice.path, first)
+            state = fs.checkpoint.load(choice.path, layout, opt=opt, data=_position(data))
+            return state, data, validation, choice.path, first
         except CheckpointError:
             if not config.resume_older or not is_damaged(choice.path):
                 raise
             skip.add(choice.path)
 
 
-def _position(data: Data) -> Packed | None:
+def _position(data: job.Data) -> fs.data.Packed | None:
     """Return data whose position must be saved; it doesn't follow from the step."""
-    return data if isinstance(data, Packed) else None
+    return data if isinstance(data, fs.data.Packed) else None
 
 
 # Options that may change on a resume and affect numbers, memory or speed.
@@ -208,7 +182,7 @@ def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
     path = choice.path
     lines = ["starts a new run" if path is None else f"resumes from {path}, after {first} batches"]
     lines += [printable(f"  skipped {row}") for row in choice.passed]
-    before = notes(checkpoint.metadata(path))["config"] if path is not None else {}
+    before = notes(fs.checkpoint.metadata(path))["config"] if path is not None else {}
     lines += [printable(f"  {row}") for row in changes(config, before, _TOLD_CHANGES)]
     if _is_own(config, path) and first and not config.metrics.exists():
         lines.append(printable(f"  {config.metrics} is gone: starting a new one"))
@@ -227,9 +201,9 @@ _OWN = {
 }  # fmt: skip
 
 
-def _agree(config: TrainConfig, data: Data, validation: Data | None, mesh: Any, choice: Choice) -> None:
+def _agree(config: TrainConfig, data: job.Data, validation: job.Data | None, mesh: Any, choice: Choice) -> None:
     """Refuse ranks that were started with different options, or that see different data or checkpoints."""
-    facts = {option(name): str(value) for name, value in asdict(config).items() if name not in _OWN}
+    facts = {option(name): text for name, text in config.texts.items() if name not in _OWN}
     facts["fingerprint of --data"] = data.fingerprint()
     facts["fingerprint of --val-data"] = "none" if validation is None else validation.fingerprint()
     facts["checkpoint to go on from"] = "none" if choice.path is None else choice.path.name
@@ -238,35 +212,37 @@ def _agree(config: TrainConfig, data: Data, validation: Data | None, mesh: Any, 
         refuse_differences(compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=mesh.device_type))
 
 
-def _layout(config: TrainConfig, model: Model, swaps: Sequence[Swap], mesh: Any = None) -> fs.Layout:
-    """Plan the layout of the options as some swaps, in the order of their steps, change them."""
+def _layout(config: TrainConfig, model: fs.models.Model, done: int, mesh: Any = None) -> fs.Layout:
+    """Plan the layout after some steps, which the swaps until then have changed."""
     strategy = config.strategy
     dtype = config.dtype
     axes = config.mesh
-    for swap in swaps:
-        strategy = swap.strategy or strategy
-        dtype = swap.dtype or dtype
-        axes = swap.mesh or axes
+    for swap in job.parse_swaps(config.swap_at):
+        if swap.step <= done:
+            strategy = swap.strategy or strategy
+            dtype = swap.dtype or dtype
+            axes = swap.mesh or axes
     if mesh is None:
         sizes: dict[str, Any] = {"dp": -1, **parse_axes(axes)}
         mesh = fs.make_mesh(timeout=timedelta(seconds=config.timeout), **sizes)
-    where = job.offloaded("fsharding train", strategy, config.offload)
-    return fs.plan_layout(model, mesh, strategy=where, precision=PRECISIONS[dtype], stages=job.stages(config, mesh))
+    where, _ = job.offloaded("fsharding train", strategy, config.offload)
+    return fs.plan_layout(model, mesh, strategy=where, precision=job.PRECISIONS[dtype], stages=job.stages(config, mesh))
 
 
 # ---------------------------------------------------------------------------------------------------------- the steps
 def _functions(
-    config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, state: TrainState
+    config: TrainConfig, model: fs.models.Model, opt: fs.optim.GradientTransformation, state: fs.TrainState
 ) -> tuple[TrainStep, Evaluate]:
     """Create the step and the validation on the mesh of the state."""
     schedule = job.schedule_of(config, state.layout.mesh) or config.schedule
-    policy = fs.policies.POLICIES[job.policy_of("fsharding train", config.offload, config.policy)]
+    _, name = job.offloaded("fsharding train", config.strategy, config.offload, config.policy)
+    policy = fs.policies.POLICIES[name]
     many = config.microbatches
     step = fs.make_train_step(model, opt, microbatches=many, schedule=schedule, donate=True, policy=policy)
     return step, fs.evaluate(model, microbatches=many, schedule=schedule)
 
 
-def _validation_loss(config: TrainConfig, validate: Evaluate, state: TrainState, data: Data) -> float:
+def _validation_loss(config: TrainConfig, validate: Evaluate, state: fs.TrainState, data: job.Data) -> float:
     """Return the mean loss of the first `val_batches` batches. Collective; forward only."""
     total = 0.0
     count = 0.0
@@ -277,22 +253,21 @@ def _validation_loss(config: TrainConfig, validate: Evaluate, state: TrainState,
     return total / count if count else math.nan
 
 
-def _batch(data: Data, number: int, state: TrainState) -> dict[str, torch.Tensor]:
+def _batch(data: job.Data, number: int, state: fs.TrainState) -> dict[str, torch.Tensor]:
     """Return this rank's rows of a global batch, on its device."""
     mesh: Any = state.layout.mesh
-    batch = ops.cut_sequence(data.batch(number, Shard(*fs.data_rank_and_size(mesh))), mesh=mesh)
+    batch = fs.ops.cut_sequence(data.batch(number, fs.data.Shard(*fs.data_rank_and_size(mesh))), mesh=mesh)
     return {name: values.to(mesh.device_type) for name, values in batch.items()}
 
 
-def _save(config: TrainConfig, state: TrainState, data: Data, batches: int) -> None:
+def _save(config: TrainConfig, state: fs.TrainState, data: job.Data, batches: int) -> None:
     """Save under the number of batches seen; steps that a loss scale skipped count."""
-    options = {name: str(value) for name, value in asdict(config).items()}
-    extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": options}
-    keeper = checkpoint.Checkpointer(config.checkpoints, keep=config.keep, background=False, data=_position(data))
+    extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": config.texts}
+    keeper = fs.checkpoint.Checkpointer(config.checkpoints, keep=config.keep, background=False, data=_position(data))
     keeper.save(state, extra, number=batches)
 
 
-def _schedule(config: TrainConfig, chosen: Recipe) -> fs.optim.Schedule:
+def _schedule(config: TrainConfig, chosen: fs.models.presets.Recipe) -> fs.optim.Schedule:
     """Warm up, then stay constant, so a longer run begins like a shorter one."""
     peak = config.lr or chosen.learning_rate * OPTIMIZERS[config.optimizer]
     if config.decay_steps:
@@ -300,27 +275,24 @@ def _schedule(config: TrainConfig, chosen: Recipe) -> fs.optim.Schedule:
     return lambda count: peak * min(1.0, (count + 1) / chosen.warmup)
 
 
-def _optimizer(config: TrainConfig, chosen: Recipe, schedule: fs.optim.Schedule) -> fs.optim.GradientTransformation:
+def _optimizer(config: TrainConfig, decay: float, schedule: fs.optim.Schedule) -> fs.optim.GradientTransformation:
     """Create the optimizer: norms and biases don't decay; Muon updates matrices of blocks, AdamW the rest."""
-
-    def make(decay: float) -> fs.optim.GradientTransformation:
-        if config.optimizer == "lion":
-            return fs.optim.lion(schedule, weight_decay=decay / OPTIMIZERS["lion"])
-        if config.optimizer == "adafactor":
-            return fs.optim.adafactor(schedule, weight_decay=decay / OPTIMIZERS["adafactor"])
-        return fs.optim.adamw(schedule, weight_decay=decay)
+    make = {"lion": fs.optim.lion, "adafactor": fs.optim.adafactor}.get(config.optimizer, fs.optim.adamw)
+    # An update multiplies the decay by the rate, which is a multiple of AdamW's.
+    decay = decay / OPTIMIZERS[config.optimizer]
+    groups = {"matrix": make(schedule, weight_decay=decay), "vector": make(schedule, weight_decay=0.0)}
+    if config.optimizer == "muon":
+        # With updates of about AdamW's size, Muon takes AdamW's rates.
+        groups["stacked"] = fs.optim.muon(schedule, weight_decay=decay, adjust="match_rms_adamw")
+    labels = fs.optim.label_matrices()
 
     def group(path: str, leaf: Any) -> str:
         last = path.rpartition(".")[2]
         if "norm" in last or "bias" in last:
             return "vector"
-        return "stacked" if config.optimizer == "muon" and labels(path, leaf) == "matrix" else "matrix"
+        return "stacked" if "stacked" in groups and labels(path, leaf) == "matrix" else "matrix"
 
-    # With updates of about AdamW's size, Muon takes AdamW's rates.
-    muon = fs.optim.muon(schedule, weight_decay=chosen.weight_decay, adjust="match_rms_adamw")
-    labels = fs.optim.label_matrices()
-    groups = {"matrix": make(chosen.weight_decay), "vector": make(0.0)}
-    return fs.optim.multi_transform({**groups, "stacked": muon} if config.optimizer == "muon" else groups, group)
+    return fs.optim.multi_transform(groups, group)
 
 
 @contextmanager
@@ -329,14 +301,8 @@ def traced(out: Path, step: int, rank: int) -> Generator[None]:
     with profile(activities=[*supported_activities()], record_shapes=True, acc_events=True) as recorded:
         yield
         devices.synchronize()
-    path = out / "trace" / f"step-{step}-rank-{rank}.json"
-    path.parent.mkdir(exist_ok=True)
-    part = path.with_name(f".partial-{path.name}")
-    try:
+    with writing(out / "trace" / f"step-{step}-rank-{rank}.json", file=True) as part:
         recorded.export_chrome_trace(str(part))
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------- metrics and progress
@@ -383,18 +349,11 @@ class _Log:
         self.task = self.progress.add_task("train", total=config.steps, completed=first, text="")
         self.progress.start()
         held.callback(self.progress.stop)
-        names = parse_trackers(config.log)
-        options = {name: str(value) for name, value in asdict(config).items()}
         with _writing(config.out):
-            self.json = None
-            if "json" in names:
-                path = config.out / "log.jsonl"
-                _cut_rows(path, first)
-                self.json = held.enter_context(path.open("ab", buffering=0))
-            self.trackers = Trackers(names, config.out, first, options, held)
+            self.trackers = Trackers(config, first, held)
 
     def write(
-        self, step: int, m: Metrics, counts: list[Counts], lr: float, size: int, seconds: float, val: float | None
+        self, step: int, m: fs.Metrics, counts: list[Counts], lr: float, size: int, seconds: float, val: float | None
     ) -> None:
         """Write the metrics of a step to all files, and its progress line."""
         tokens = int(m.count)
@@ -408,14 +367,10 @@ class _Log:
         row |= {"mfu": rates["mfu"]} if "mfu" in rates else {}
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self._check_there()
-        everything: dict[str, Any] = {**row, **rates}
         with _writing(self.config.metrics):
             append(self.file.fileno(), f"{json.dumps(row)}\n".encode())
-        if self.json is not None:
-            with _writing(self.config.out / "log.jsonl"):
-                append(self.json.fileno(), f"{json.dumps(everything)}\n".encode())
         with _writing(self.config.out):
-            self.trackers.write(step, everything)
+            self.trackers.write(step, {**row, **rates})
         if val is not None:
             self.val = f"val {val:.4f}"
         said = [f"loss {float(m.loss):.4f}", self.val, f"{_short(tokens / seconds)} tokens/s"]
@@ -440,20 +395,22 @@ class _Log:
         rule = f"has lost {self.config.metrics}: it was removed or replaced during the run."
         raise CheckpointError(report(f"fsharding train {rule}", mend=mend))
 
+    def _draw(self) -> str:
+        """Draw the plot; return why it could not be drawn, or ""."""
+        if not has_matplotlib():
+            return "matplotlib is not installed (pip install 'fsharding[plot]')"
+        plot = self.config.out / "loss.png"
+        try:
+            with naming_path(plot):
+                plot_loss(self.config.metrics, plot)
+        except OSError as error:
+            return str(error)
+        return ""
+
     def finish(self, stopped: str = "") -> None:
         """Draw the plot, and print the last line of the run."""
-        # A stopped run may not have the time to draw.
-        drawing = self.config.plot and not stopped
-        undrawn = ""
-        if drawing and not has_matplotlib():
-            undrawn = "matplotlib is not installed (pip install 'fsharding[plot]')"
-        elif drawing:
-            plot = self.config.out / "loss.png"
-            try:
-                with naming_path(plot):
-                    plot_loss(self.config.metrics, plot)
-            except OSError as error:
-                undrawn = str(error)
+        drawing = self.config.plot and not stopped  # a stopped run may not have the time
+        undrawn = self._draw() if drawing else ""
         steps = 0
         loss = None
         for row in metrics_rows(self.config.metrics):
@@ -465,7 +422,7 @@ class _Log:
             print(json.dumps({**row, "stopped": stopped} if stopped else row), flush=True)
             return
         if stopped:
-            where = checkpoint.latest(self.config.checkpoints)
+            where = fs.checkpoint.latest(self.config.checkpoints)
             print(f"stopped at step {stopped}; saved {where}; --resume auto continues the run", flush=True)
             return
         text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
@@ -476,30 +433,14 @@ class _Log:
             print(f"no plot was drawn: {undrawn}", flush=True)
 
 
-def _open_log(config: TrainConfig, source: Path | None, first: int, state: TrainState, held: ExitStack) -> _Log | None:
-    """Open the log on rank 0: truncated to the step of a resume, or new, with an earlier run set aside."""
-    leader = own_rank() == 0
-    with _writing(config.out):
-        if leader and _is_own(config, source):
-            # Move checkpoints newer than `source` too: the newest must belong to this run.
-            _set_aside(config, [one.path for one in survey(config.checkpoints) if one.number > first])
-            _cut_rows(config.metrics, first)
-        elif leader:
-            _set_aside(config, [config.out / name for name in _FILES if (config.out / name).exists()])
-    if dist.is_initialized():
-        with among(range(world_size())):
-            dist.barrier()
-    return _Log(config, first, _meter(config, state), held) if leader else None
-
-
-def _meter(config: TrainConfig, state: TrainState) -> Meter:
+def _meter(config: TrainConfig, state: fs.TrainState) -> Meter:
     mesh: Any = state.layout.mesh
     kind = mesh.device_type
     peak = 1e12 * config.peak_tflops if config.peak_tflops is not None else None
     if peak is None and kind != "cpu":
-        peak = peak_flops(devices.name_of(kind), PRECISIONS[config.dtype].activation_dtype or torch.float32)
-    flops = flops_per_token(recipe(config.preset).config, state.layout.leaves, config.seq)
-    return Meter(flops, dist.get_world_size() if dist.is_initialized() else 1, kind, peak)
+        peak = peak_flops(devices.name_of(kind), job.PRECISIONS[config.dtype].activation_dtype or torch.float32)
+    flops = flops_per_token(fs.models.presets.recipe(config.preset).config, state.layout.leaves, config.seq)
+    return Meter(flops, world_size(), kind, peak)
 
 
 @contextmanager
@@ -514,19 +455,18 @@ def _writing(path: Path) -> Generator[None]:
         raise CheckpointError(report(f"fsharding train {rule}", mend=mend)) from error
 
 
-def _set_aside(config: TrainConfig, left: Sequence[Path]) -> None:
-    """Move files of an earlier run to `out/earlier-N`."""
-    if left:
-        number = next(n for n in range(1, 10**6) if not (config.out / f"earlier-{n}").exists())
-        aside = config.out / f"earlier-{number}"
-        aside.mkdir()
-        for path in left:
-            path.rename(aside / path.name)
-
-
-def _cut_rows(path: Path, last: int) -> None:
-    """Truncate a file of metrics after a step, atomically."""
-    part = path.with_name(f".{path.name}.partial")
-    with part.open("w") as file:
-        file.writelines(f"{json.dumps(row)}\n" for row in metrics_rows(path) if row["step"] <= last)
-    part.replace(path)
+def _set_aside(config: TrainConfig, source: Path | None, first: int) -> None:
+    """Move files of an earlier run, or of steps after the one to resume from, to `out/earlier-N`."""
+    with _writing(config.out):
+        if _is_own(config, source):
+            # Move checkpoints newer than `source` too: the newest must belong to this run.
+            left = [one.path for one in survey(config.checkpoints) if one.number > first]
+            cut_rows(config.metrics, first)
+        else:
+            left = [config.out / name for name in _FILES if (config.out / name).exists()]
+        if left:
+            number = next(n for n in range(1, 10**6) if not (config.out / f"earlier-{n}").exists())
+            aside = config.out / f"earlier-{number}"
+            aside.mkdir()
+            for path in left:
+                path.rename(aside / path.name)

@@ -15,10 +15,10 @@ from fsharding.base.local_paths import URL_MEND, is_url
 from fsharding.mesh.abstract_mesh import AXES, parse_axes, unknown_axis
 from fsharding.sharding.strategy_names import STRATEGY_NAMES, meant_strategy
 
-__all__ = ["check_options", "check_values", "option", "parse_trackers"]
+__all__ = ["OPTIMIZERS", "check_options", "check_values", "option", "parse_trackers"]
 
 DTYPES = ("float32", "bfloat16", "float16", "fp8", "fp8-block", "mxfp8", "nvfp4")
-OPTIMIZERS = ("adamw", "lion", "muon", "adafactor")
+OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}  # peak rates as multiples of AdamW's
 POLICIES = (
     "save_except_gathered", "nothing_saveable", "dots_saveable", "everything_saveable", "offload", "offload_inputs"
 )  # fmt: skip
@@ -31,21 +31,17 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "
 TRACKERS = ("tensorboard", "wandb", "json")
 
 _NAMES = {"dtype": DTYPES, "policy": POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-# Options with a number, a test of it, and the rule in words.
+# What a number has to be, in words and as a test, and the options with it.
 _NUMBERS = (
-    (
-        "steps microbatches batch seq stages_per_rank keep val_batches trace tokens top_k",
-        lambda x: x >= 1,
-        "at least 1",
-    ),
-    ("save_every decay_steps check_replicas_every val_every log_every", lambda x: x >= 0, "at least 0"),
-    ("lr clip timeout grace peak_tflops", lambda x: x > 0, "above 0"),
-    ("lr peak_tflops", lambda x: x != math.inf, "finite"),
-    ("timeout", lambda x: not x > 10_000_000, "at most 10,000,000"),
-    ("preempt_status", lambda x: 0 <= x <= 255, "0 to 255"),
-    ("seed", lambda x: 0 <= x < 2**64, "0 to 2**64 - 1"),
-    ("temperature", lambda x: 0 <= x < math.inf, "at least 0"),
-    ("top_p", lambda x: 0 < x <= 1, "above 0, at most 1"),
+    ("at least 1", lambda x: x > 0, "steps microbatches batch seq stages_per_rank keep val_batches trace tokens top_k"),
+    ("at least 0", lambda x: x >= 0, "save_every decay_steps check_replicas_every val_every log_every"),
+    ("above 0", lambda x: x > 0, "lr clip timeout grace peak_tflops"),
+    ("finite", lambda x: x != math.inf, "lr peak_tflops"),
+    ("at most 10,000,000", lambda x: not x > 10_000_000, "timeout"),
+    ("0 to 255", lambda x: 0 <= x <= 255, "preempt_status"),
+    ("0 to 2**64 - 1", lambda x: 0 <= x < 2**64, "seed"),
+    ("at least 0", lambda x: 0 <= x < math.inf, "temperature"),
+    ("above 0, at most 1", lambda x: 0 < x <= 1, "top_p"),
 )
 _ARGUMENTS = ("path", "source")  # positional checkpoints
 _TEXT_PATHS = ("data", "val_data", "resume")  # a path, or another word
@@ -54,7 +50,11 @@ _READ = (*_ARGUMENTS, "data", "val_data", "tokenizer", "model", "names")
 
 def check_options(command: str, options: type[Any], args: Sequence[str]) -> None:
     """Refuse options that a command does not have, and suggest the most similar one for each."""
-    known = ["--help", *_options(options)]
+    known = ["--help"]
+    for field in dataclasses.fields(options):
+        if "Positional[" not in str(field.type):
+            name = option(field.name)
+            known += [name, f"--no-{name[2:]}"] if field.type == "bool" else [name]
     unknown = [arg for arg in (one.partition("=")[0] for one in args) if arg[:2] == "--" != arg]
     unknown = [arg for arg in dict.fromkeys(unknown) if arg.replace("_", "-") not in known]
     mend = f"{command} --help lists its options."
@@ -63,16 +63,6 @@ def check_options(command: str, options: type[Any], args: Sequence[str]) -> None
     if unknown:
         rows = [f"{arg}:{did_you_mean(arg, known) or ' unknown'}" for arg in unknown]
         raise ConfigError(report(f"{command} does not have {len(unknown)} of these options.", rows, mend))
-
-
-def _options(options: type[Any]) -> list[str]:
-    """List the options of a dataclass, as typed, without positional arguments."""
-    result: list[str] = []
-    for field in dataclasses.fields(options):
-        if "Positional[" not in str(field.type):
-            name = option(field.name)
-            result += [name, f"--no-{name[2:]}"] if field.type == "bool" else [name]
-    return result
 
 
 def option(name: str) -> str:
@@ -88,28 +78,25 @@ def parse_trackers(given: Iterable[str]) -> tuple[str, ...]:
 
 def check_values(command: str, config: Any) -> None:
     """Refuse unknown names and axes, URLs, paths where nothing is, and numbers out of range."""
-    values = vars(config)
+    values = {name: value for name, value in vars(config).items() if value is not None}
     for name, known in _NAMES.items():
-        if name in values and values[name] not in known:
-            _refuse(command, f"--{name}", values[name], known)
-    if values.get("preset") and _plain(values["preset"]) not in map(_plain, PRESETS):
-        known = f"Presets are {', '.join(PRESETS)}.{did_you_mean(values['preset'], PRESETS)}"
-        raise ConfigError(report(f"{command} knows no preset {values['preset']!r}.", mend=known))
-    if values.get("strategy") is not None and values["strategy"] not in STRATEGY_NAMES:
-        known = f"Strategies are {', '.join(STRATEGY_NAMES)}.{meant_strategy(values['strategy'])}"
-        raise ConfigError(report(f"{command} knows no strategy {values['strategy']!r}.", mend=known))
+        if name in values:
+            _check_name(command, option(name), values[name], known)
     for name in parse_trackers(values.get("log", ())):
-        if name not in TRACKERS:
-            _refuse(command, "--log", name, TRACKERS)
+        _check_name(command, "--log", name, TRACKERS)
+    if values.get("preset") and _plain(values["preset"]) not in map(_plain, PRESETS):
+        _check_name(command, "preset", values["preset"], PRESETS)
+    if "strategy" in values:
+        _check_name(command, "strategy", values["strategy"], STRATEGY_NAMES)
     for axis in call_as(command, parse_axes, values.get("mesh", "")):
         if axis not in AXES:
             raise MeshError(report(f"{command} --mesh {values['mesh']} {unknown_axis(axis)}"))
     _check_paths(command, values)
     wrong = [
         f"{option(name)} {values[name]}: {rule}"
-        for names, holds, rule in _NUMBERS
+        for rule, holds, names in _NUMBERS
         for name in names.split()
-        if values.get(name) is not None and not holds(values[name])
+        if name in values and not holds(values[name])
     ]
     if wrong:
         raise ConfigError(report(f"{command} got numbers out of range.", wrong))
@@ -131,9 +118,11 @@ def _typed(name: str, path: Any) -> str:
     return str(path) if name in (*_ARGUMENTS, "target") else f"{option(name)} {path}"
 
 
-def _refuse(command: str, name: str, value: str, known: Iterable[str]) -> None:
-    mend = f"Use one of {', '.join(known)}.{did_you_mean(value, known)}"
-    raise ConfigError(report(f"{command} knows no {name} {value!r}.", mend=mend))
+def _check_name(command: str, what: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        near = meant_strategy(value) if what == "strategy" else did_you_mean(value, known)
+        mend = f"Use one of {', '.join(known)}.{near}"
+        raise ConfigError(report(f"{command} knows no {what} {value!r}.", mend=mend))
 
 
 def _plain(preset: str) -> str:

@@ -7,49 +7,37 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fsharding import checkpoint
+import fsharding as fs
 from fsharding.apps.cli import options as declared
 from fsharding.apps.cli.config import PRECISIONS, check, offloaded
 from fsharding.apps.cli.config_file import config_text
-from fsharding.apps.cli.doctor import doctor
+from fsharding.apps.cli.doctor import run_doctor
 from fsharding.apps.cli.generate import check_generate, generate
 from fsharding.apps.cli.starting import hold_again, tell
 from fsharding.apps.cli.train import train
-from fsharding.apps.cli.usage import check_values
 from fsharding.base.calls import call_as
 from fsharding.base.errors import ConfigError, MeshError, RankError, message, printable, report
 from fsharding.base.untrusted import read_json
 from fsharding.checkpoint.directory import Seen, survey
-from fsharding.checkpoint.inspecting import inspect
 from fsharding.checkpoint.manifest import MANIFEST
-from fsharding.checkpoint.offline_reshard import reshard_checkpoint
-from fsharding.foreign.exporting import export
-from fsharding.foreign.name_map import Name, Rows, Transposed
-from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import make_shape, parse_axes
 from fsharding.mesh.launch import launch_ranks
 from fsharding.mesh.rendezvous import under_launcher
-from fsharding.models.presets import recipe
-from fsharding.pipeline.schedule import plan_schedule
-from fsharding.pipeline.stages import layers_by_coordinate, stages_of
-from fsharding.sharding.layout import Layout, plan_layout
-from fsharding.sharding.strategy import Strategy
+from fsharding.pipeline.stages import layers_by_coordinate
 
-__all__ = ["run"]
+__all__ = [
+    "run_doctor", "run_export", "run_generate", "run_inspect", "run_plan", "run_reshard", "run_train",
+]  # fmt: skip
 
 
-def run(config: Any) -> int:
-    """Run the subcommand of a configuration; return the exit status."""
-    verb, act = _VERBS[type(config)]
-    return call_as(f"fsharding {verb}", act, config) or 0
-
-
-def _train(config: declared.TrainConfig) -> int:
+def run_train(config: declared.TrainConfig) -> int:
+    """Train here, on the ranks of a launcher, or on new ones; return the exit status."""
     if config.print_config:
         print(config_text(config), end="", flush=True)
         return 0
@@ -61,9 +49,9 @@ def _train(config: declared.TrainConfig) -> int:
             return train(config)
         if config.deadline:
             # Resolved once: a duration counts from here, and ranks agree.
-            config = dataclasses.replace(config, deadline=preemption.parse_deadline(config.deadline).isoformat())
+            config = dataclasses.replace(config, deadline=fs.preemption.parse_deadline(config.deadline).isoformat())
         tell(config, f"starting {ranks} ranks")
-        return max(launch_ranks(train, ranks, config, grace=config.grace))
+        return max(launch_ranks(call_as, ranks, "fsharding train", train, config, grace=config.grace))
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(_what_is_left(config)) from error
     except RankError as error:
@@ -72,18 +60,19 @@ def _train(config: declared.TrainConfig) -> int:
 
 def _what_is_left(config: declared.TrainConfig) -> str:
     """Describe the newest checkpoint of a run that ended without saving."""
-    newest = checkpoint.latest(config.checkpoints)
+    newest = fs.checkpoint.latest(config.checkpoints)
     if newest is None:
         return f"There is no complete checkpoint in {config.checkpoints}."
     return f"The newest complete checkpoint is {newest}; the same command with --resume auto continues from it."
 
 
-def _generate(config: declared.GenerateConfig) -> int:
+def run_generate(config: declared.GenerateConfig) -> int:
+    """Generate here, on the ranks of a launcher, or on new ones; return the exit status."""
     ranks = _ranks(config.ranks)
     check_generate(config, ranks)
     if under_launcher() or ranks == 1:
         return generate(config)
-    return max(launch_ranks(generate, ranks, config))
+    return max(launch_ranks(call_as, ranks, "fsharding generate", generate, config))
 
 
 def _ranks(asked: int | None) -> int:
@@ -107,42 +96,29 @@ def _print(text: object, data: dict[str, Any], *, as_json: bool) -> None:
 
 
 # ----------------------------------------------------------------------------------------- inspect, reshard and export
-def _inspect(config: declared.InspectConfig) -> int:
-    """Show a checkpoint or a run; return 1 if the checkpoint is damaged, else 0."""
-    if seen := _checkpoints_of(config.path):
-        rows = [_row(one) for one in seen]
-        _print(_listed(config.path, rows), {"path": str(config.path), "checkpoints": rows}, as_json=config.json)
-        return 0
-    result = inspect(config.path)
-    _print(result, result.to_json(), as_json=config.json)
-    return 1 if result.damaged else 0
-
-
-def _reshard(config: declared.ReshardConfig) -> None:
-    axes = parse_axes(config.mesh)
-    strategy = None if config.strategy is None else Strategy.parse(config.strategy)
-    made = reshard_checkpoint(config.source, config.target, axes, strategy)
-    files = {name: file.bytes for name, file in made.files.items()}
-    text = f"{config.target}: step {made.step}, {len(made.tree)} leaves, {len(files)} files"
-    answer = {"path": str(config.target), "step": made.step, "layout": made.layout, "files": files}
-    _print(text, answer, as_json=config.json)
-
-
-def _export(config: declared.ExportConfig) -> None:
-    options: dict[str, Any] = {"what": config.what, "max_file_bytes": config.max_file_bytes}
-    done = export(config.source, config.target, config.format, _names(config.names), **options)
-    _print(done, {**dataclasses.asdict(done), "path": str(done.path)}, as_json=config.json)
-
-
-def _checkpoints_of(path: Path) -> list[Seen]:
-    """List the checkpoints of a run, newest first; none for a path that is a checkpoint, or no run."""
-    try:
-        return [] if os.path.lexists(path / MANIFEST) else survey(path) or survey(path / "ckpt")
-    except OSError:
-        return []  # `inspect` reports the error
+def run_inspect(config: declared.InspectConfig) -> int:
+    """Show a checkpoint, or the checkpoints of a run; return 1 if the checkpoint is damaged, else 0."""
+    seen: list[Seen] = []
+    if not os.path.lexists(config.path / MANIFEST):
+        with suppress(OSError):  # `inspect` reports it
+            seen = survey(config.path) or survey(config.path / "ckpt")
+    if not seen:
+        result = fs.checkpoint.inspect(config.path)
+        _print(result, result.to_json(), as_json=config.json)
+        return 1 if result.damaged else 0
+    rows = [_row(one) for one in seen]
+    table = [["step", "saved", "bytes", "state", "path"]]
+    for row in rows:
+        state = printable(row["problem"]) or "complete"
+        table.append([str(row["step"]), row["saved"], f"{row['bytes']:,}", state, printable(row["path"])])
+    head = f"{printable(str(config.path))}: {len(rows)} checkpoint{'' if len(rows) == 1 else 's'}"
+    text = "\n".join([head, *_aligned(table, str.ljust)])
+    _print(text, {"path": str(config.path), "checkpoints": rows}, as_json=config.json)
+    return 0
 
 
 def _row(seen: Seen) -> dict[str, Any]:
+    """Describe a checkpoint of a run, without verifying checksums."""
     files = [file.stat(follow_symlinks=False) for file in os.scandir(seen.path) if file.is_file(follow_symlinks=False)]
     saved = max((status.st_mtime for status in files), default=seen.path.stat().st_mtime)
     return {
@@ -154,23 +130,32 @@ def _row(seen: Seen) -> dict[str, Any]:
     }
 
 
-def _listed(path: Path, rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table of a run's checkpoints, without verifying checksums."""
-    table = [["step", "saved", "bytes", "state", "path"]]
-    for row in rows:
-        state = printable(row["problem"]) or "complete"
-        table.append([str(row["step"]), row["saved"], f"{row['bytes']:,}", state, printable(row["path"])])
-    head = f"{printable(str(path))}: {len(rows)} checkpoint{'' if len(rows) == 1 else 's'}"
-    return "\n".join([head, *_aligned(table, str.ljust)])
-
-
 def _aligned(table: Sequence[Sequence[str]], adjust: Any) -> list[str]:
     """Return the lines of a table, whose cells `adjust` pads to the width of their column."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(map(adjust, row, widths)).rstrip() for row in table]
 
 
-def _names(file: Path | None) -> dict[str, Name] | None:
+def run_reshard(config: declared.ReshardConfig) -> None:
+    """Write a checkpoint in another layout."""
+    axes = parse_axes(config.mesh)
+    strategy = None if config.strategy is None else fs.Strategy.parse(config.strategy)
+    made = fs.checkpoint.reshard_checkpoint(config.source, config.target, axes, strategy)
+    files = {name: file.bytes for name, file in made.files.items()}
+    text = f"{config.target}: step {made.step}, {len(made.tree)} leaves, {len(files)} files"
+    answer = {"path": str(config.target), "step": made.step, "layout": made.layout, "files": files}
+    _print(text, answer, as_json=config.json)
+
+
+def run_export(config: declared.ExportConfig) -> None:
+    """Write a checkpoint for another program."""
+    names = _names(config.names)
+    options: dict[str, Any] = {"what": config.what, "max_file_bytes": config.max_file_bytes}
+    done = fs.foreign.export(config.source, config.target, config.format, names, **options)
+    _print(done, {**dataclasses.asdict(done), "path": str(done.path)}, as_json=config.json)
+
+
+def _names(file: Path | None) -> fs.foreign.Names:
     """Read a table of names from a JSON file."""
     if file is None:
         return None
@@ -183,38 +168,38 @@ def _names(file: Path | None) -> dict[str, Name] | None:
         raise ConfigError(message(f"cannot read --names {file}: {error}.", mend=mend)) from error
 
 
-def _name(value: Any) -> Name:
+def _name(value: Any) -> Any:
     match value:
         case str():
             return value
         case {"transposed": str(name)} if len(value) == 1:
-            return Transposed(name)
+            return fs.foreign.Transposed(name)
         case {"name": name, "rows": [*keys]} if len(value) == 2 and all(isinstance(key, int | str) for key in keys):
             inner = _name(name)
-            if isinstance(inner, Rows):
+            if isinstance(inner, fs.foreign.Rows):
                 raise ValueError(f"{inner!r} already has rows")
-            return Rows(inner, tuple(keys))
+            return fs.foreign.Rows(inner, tuple(keys))
         case _:
             raise ValueError(f"{value!r} isn't a name")
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
-def preview(config: declared.PlanConfig) -> None:
+def run_plan(config: declared.PlanConfig) -> None:
     """Print the memory of a preset on a mesh that need not exist; bytes equal `layout.memory()`."""
-    check_values("fsharding plan", config)
     axes = parse_axes(config.mesh)
     if free := [axis for axis, size in axes.items() if size == -1]:
         mend = "Write the size of each axis: the number of ranks isn't known here."
         got = ", ".join(f"{axis}=-1" for axis in free)
         raise MeshError(report(f"fsharding plan --mesh {config.mesh} got {got}.", mend=mend))
     mesh = call_as(f"fsharding plan --mesh {config.mesh}", make_shape, axes, world=math.prod(axes.values()))
-    model = recipe(config.preset).model()
+    model = fs.models.presets.recipe(config.preset).model()
     ranks = mesh.axis_size("pp")
     stages = None
     if ranks > 1:
-        stages = stages_of(model, plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks))
-    strategy = offloaded("fsharding plan", config.strategy, config.offload)
-    layout = plan_layout(model, mesh, strategy=strategy, precision=PRECISIONS[config.dtype], stages=stages)
+        schedule = fs.pipeline.plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks)
+        stages = fs.pipeline.stages_of(model, schedule)
+    strategy, _ = offloaded("fsharding plan", config.strategy, config.offload)
+    layout = fs.plan_layout(model, mesh, strategy=strategy, precision=PRECISIONS[config.dtype], stages=stages)
     result: dict[str, Any] = {
         "preset": config.preset,
         "parameters": sum(math.prod(leaf.shape) for leaf in layout.leaves),
@@ -234,7 +219,7 @@ def preview(config: declared.PlanConfig) -> None:
     _print(_planned(result), result, as_json=config.json)
 
 
-def _copied(layout: Layout, coord: dict[str, int]) -> dict[str, int]:
+def _copied(layout: fs.Layout, coord: dict[str, int]) -> dict[str, int]:
     """Return the bytes that a step with one microbatch copies from and to host and disk."""
     # An update reads parameters that are their own main copies, main parameters, moments and gradients, and writes all
     # but gradients. Units are gathered for forward and for backward; parameters are made of main ones that are apart.
@@ -267,15 +252,3 @@ def _planned(result: dict[str, Any]) -> str:
     most = {kind: max(row["copied"][kind] for row in result["stages"]) for kind in kinds}
     tail = [f"copied in a step of one microbatch: {', '.join(f'{kind} {n / 1e9:.3f}' for kind, n in most.items())}"]
     return "\n".join([*head, *_aligned(table, str.rjust), *(tail if kinds else [])])
-
-
-# ---------------------------------------------------------------------------------------------------------- the table
-_VERBS: dict[type[Any], tuple[str, Callable[[Any], int | None]]] = {
-    declared.TrainConfig: ("train", _train),
-    declared.GenerateConfig: ("generate", _generate),
-    declared.PlanConfig: ("plan", preview),
-    declared.DoctorConfig: ("doctor", doctor),
-    declared.InspectConfig: ("inspect", _inspect),
-    declared.ReshardConfig: ("reshard", _reshard),
-    declared.ExportConfig: ("export", _export),
-}

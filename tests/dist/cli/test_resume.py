@@ -152,7 +152,9 @@ def test_nothing_whole_is_left(out: Path, capsys: pytest.CaptureFixture[str]):
     said = capsys.readouterr().err
     assert f"finds no complete checkpoint in {out}/ckpt.\n  6: its data is damaged\n  4: its data" in said
     assert run(out, "--steps", "8", "--resume-older") == 2
-    assert "got --resume-older without --resume auto or newest." in capsys.readouterr().err
+    assert (
+        "--resume-older without --resume auto or newest: write --resume auto --resume-older" in capsys.readouterr().err
+    )
 
 
 def test_metrics_that_are_gone_begin_again(out: Path, six: Path, capsys: pytest.CaptureFixture[str]):

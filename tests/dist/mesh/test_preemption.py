@@ -221,14 +221,14 @@ class Moment(NamedTuple):
 
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "start": (main_job, "init_state"),
-    "read": (main_job.ops, "cut_sequence"),
+    "start": (main_job.fs, "init_state"),
+    "read": (main_job.fs.ops, "cut_sequence"),
     "sum": (StepAgreement, "as_term"),
     "update": (step_module.TrainStep, "update"),
-    "log": (main_job, "state_bytes"),
+    "log": (main_job.fs.debug, "state_bytes"),
     "save": (main_job, "_save"),
     "write": (Writer, "add"),
-    "swap": (main_job, "_swap"),
+    "swap": (main_job.fs, "reshard"),
 }
 
 
@@ -297,7 +297,7 @@ AT = [
 ]
 MORE = [
     (Moment(0, "read", 5), 6),
-    (Moment(1, "log", 5), 6),
+    (Moment(0, "log", 5), 6),
     (Moment(1, "write", 1), 4),
     (Moment(0, "swap"), 3),
     (Moment(1, "sum", 2 * STEPS - 2), STEPS),

@@ -28,7 +28,7 @@ def refused(line, capsys):
         ("stpe --rounds 3", "ConfigError: python -m bench has no 'stpe'.\nWrite one of step, memory, "),
         ("stpe", "Did you mean 'step'?"),
         ("step --rnks 2", "python -m bench step has no --rnks.\npython -m bench step --help lists its options."),
-        ("step --preset llama3", "python -m bench step knows no preset 'llama3'.\nPresets are tiny, "),
+        ("step --preset llama3", "python -m bench step knows no preset 'llama3'.\nUse one of tiny, "),
         ("scaling --units 0 2", "python -m bench scaling cannot measure this.\n  units: (0, 2) (must be above 0)\n"),
         ("step --contenders ours", "python -m bench step: cannot measure this.\n  ours: not known\nContenders are "),
         ("ranks --ranks 1", "python -m bench ranks: cannot measure this.\nRanks are at least 2; dim is a multiple of 64."),

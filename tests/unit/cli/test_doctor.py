@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsharding.apps.cli import doctor
-from fsharding.apps.cli.doctor import Finding, Socket, listening, transport
+from fsharding.apps.cli.doctor import Finding, listening, on_socket, transport
 
 needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
 
@@ -36,10 +36,11 @@ def test_sockets_that_listen_are_found_with_their_addresses(family, address, sai
 
 
 def test_who_reaches_an_address():
-    assert [Socket("rank 0", address, 1).outside for address in ("127.0.0.1", "::1", "0.0.0.0", "::", "10.0.0.1")] == [
-        False, False, True, True, True,
-    ]  # fmt: skip
-    assert str(Socket("rank 0", "::", 7)) == "[::]:7"
+    found = [on_socket("rank 0", address, 1) for address in ("127.0.0.1", "::1", "0.0.0.0", "::", "10.0.0.1")]
+    assert [finding.grave for finding in found] == [False, False, True, True, True]
+    assert ["outside" in finding.value for finding in found] == [False, False, True, True, True]
+    assert on_socket("rank 0", "::", 7).name == "listening on [::]:7"
+    assert on_socket("rank 0", "10.0.0.1", 7).name == "listening on 10.0.0.1:7"
 
 
 def test_variables_left_from_a_launcher_and_interfaces_that_are_not_there(monkeypatch):

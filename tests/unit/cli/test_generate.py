@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import fsharding as fs
-from fsharding.apps.cli.generate import Bytes, _Shown
+from fsharding.apps.cli.generate import BYTES, _Shown
 from fsharding.apps.cli.main import main
 from tests.helpers import slow
 
@@ -147,14 +147,14 @@ def test_a_checkpoint_of_the_example_generates(tmp_path, capsys):
 
 
 def test_half_a_character_waits_for_its_other_half(capsys):
-    shown = _Shown(Bytes(), [], None, quiet=False)
+    shown = _Shown(BYTES, [], None, quiet=False)
     seen = []
     for byte in "é\x1b€".encode():
         shown.add(torch.tensor([byte]))
         seen.append(capsys.readouterr().out)
     assert seen == ["", "é", "\\x1b", "", "", "€"] and shown.text == "é\x1b€"
     shown.add(torch.tensor([0xC3]))
-    shown.end()
+    shown.show("\n")
     assert capsys.readouterr().out == "\ufffd\n"
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 import fsharding as fs
-from fsharding.apps.cli.config import offloaded, policy_of
+from fsharding.apps.cli.config import offloaded
 from fsharding.apps.cli.doctor import _disk
 from fsharding.apps.cli.options import PlanConfig
-from fsharding.apps.cli.verbs import preview
+from fsharding.apps.cli.verbs import run_plan
 from fsharding.base.errors import ConfigError
 from fsharding.contrib import disk
 from fsharding.sharding.memory_kinds import parse_memory
@@ -17,12 +17,13 @@ from tests.helpers import refusal
 
 def test_the_strategy_and_the_policy_of_an_option():
     text = "activations=host, moments=host ,main.blocks=disk"
-    strategy = offloaded("fsharding train", "zero3", text)
+    strategy, policy = offloaded("fsharding train", "zero3", text)
     assert strategy == fs.zero(3).with_memory(moments="host", main={"blocks": "disk"})
-    assert offloaded("fsharding train", "zero1", "") == fs.zero(1)
-    assert policy_of("fsharding train", text, "save_except_gathered") == "offload"
-    assert policy_of("fsharding train", text, "offload_inputs") == "offload_inputs"
-    assert policy_of("fsharding train", "activations=device", "nothing_saveable") == "nothing_saveable"
+    assert policy == "offload"
+    assert offloaded("fsharding train", "zero1", "") == (fs.zero(1), "save_except_gathered")
+    assert offloaded("fsharding train", "zero3", text, "save_except_gathered")[1] == "offload"
+    assert offloaded("fsharding train", "zero3", text, "offload_inputs")[1] == "offload_inputs"
+    assert offloaded("fsharding train", "zero3", "activations=device", "nothing_saveable")[1] == "nothing_saveable"
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_the_strategy_and_the_policy_of_an_option():
     ],
 )
 def test_activations_that_cannot_be_kept_so(text, policy, said):
-    assert f"fsharding train --offload {said}" in refusal(policy_of, "fsharding train", text, policy)
+    assert f"fsharding train --offload {said}" in refusal(offloaded, "fsharding train", "zero3", text, policy)
 
 
 @pytest.mark.parametrize("text", ["moment=host", "moments=tape", "moments", "=host", "compute=disk"])
@@ -43,18 +44,18 @@ def test_unknown_roles_and_kinds(text):
 
 
 def test_a_plan_says_where_bytes_are_and_how_many_are_copied(capsys):
-    preview(PlanConfig("tiny", mesh="dp=2", offload="moments=host,main=disk,grads=host", json=True))
+    run_plan(PlanConfig("tiny", mesh="dp=2", offload="moments=host,main=disk,grads=host", json=True))
     row = json.loads(capsys.readouterr().out)["stages"][0]
     held, copied = row["bytes"], row["copied"]
     assert (held["host"], held["disk"]) == (held["opt_state"] + held["grads"], held["main"])
     assert held["device"] == held["params"] and held["total"] == held["device"] + held["host"] + held["disk"]
     assert copied == {"host": 2 * held["opt_state"] + 3 * held["grads"], "disk": 3 * held["main"]}
-    preview(PlanConfig("tiny", mesh="dp=2", offload="compute=host", json=True))
+    run_plan(PlanConfig("tiny", mesh="dp=2", offload="compute=host", json=True))
     row = json.loads(capsys.readouterr().out)["stages"][0]
     held, copied = row["bytes"], row["copied"]
     assert held["host"] == held["opt_state"] + held["main"]
     assert copied == {"host": held["grads"] + held["main"], "disk": 0}, "gradients to the host, parameters from it"
-    preview(PlanConfig("tiny", mesh="dp=2", offload="moments=disk"))
+    run_plan(PlanConfig("tiny", mesh="dp=2", offload="moments=disk"))
     printed = capsys.readouterr().out
     assert "device   disk" in printed and "copied in a step of one microbatch: disk 0." in printed
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fsharding.apps.cli.throughput import Meter, flops_per_token, peak_flops, peak_memory
+from fsharding.apps.cli.metrics import Meter, flops_per_token, peak_flops, peak_memory
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.models.presets import recipe
 from fsharding.sharding.layout import plan_layout

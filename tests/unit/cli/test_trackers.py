@@ -184,7 +184,7 @@ def test_a_missing_package_is_one_error_before_a_rank_starts(name, config, tmp_p
     ("change", "text"),
     [
         ({"log": ("tensorbord",)}, r"knows no --log 'tensorbord'\.[\s\S]*Did you mean 'tensorboard'\?"),
-        ({"val_every": 2}, "got --val-every without --val-data"),
+        ({"val_every": 2}, "--val-every without --val-data: pass both"),
         ({"val_batches": 0}, "--val-batches 0: at least 1"),
         ({"trace": 7}, "--trace 7: at most the 6 of --steps"),
         ({"peak_tflops": 0.0}, "--peak-tflops 0.0: above 0"),

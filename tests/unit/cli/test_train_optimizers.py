@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fsharding import checkpoint
-from fsharding.apps.cli.config import OPTIMIZERS, check
+from fsharding.apps.cli.config import check
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import train
+from fsharding.apps.cli.usage import OPTIMIZERS
 from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.models.presets import recipe
 from tests.commands import read_metrics
