@@ -29,11 +29,13 @@ register("later", "functionalize", "fsharding.interop.module.functionalize:funct
 register("later", "model_from_module", "fsharding.interop.module.model_from_module:model_from_module")
 register("later", "run_ranks", "fsharding.testing:run_ranks")
 # Names of `fs.optim`; those that end with "State" are of the states that a checkpoint may name.
-for _name in (
-    *("AdafactorState", "EmaState", "LookaheadState", "NoiseState", "TorchState", "adafactor", "add_noise", "annealed"),
-    *("ema", "ema_of", "from_torch", "lookahead"),
-):
-    register("optimizer", _name, f"fsharding.contrib.optim:{_name}")
+for _module, _names in {
+    "adafactor": ("AdafactorState", "adafactor"),
+    "from_torch": ("TorchState", "from_torch"),
+    "wrappers": ("EmaState", "LookaheadState", "NoiseState", "add_noise", "annealed", "ema", "ema_of", "lookahead"),
+}.items():
+    for _name in _names:
+        register("optimizer", _name, f"fsharding.contrib.optim.{_module}:{_name}")
 
 if TYPE_CHECKING:
     from fsharding import checkpoint as checkpoint

@@ -11,12 +11,6 @@ from fsharding.train.state import state_bytes
 from fsharding.transforms.compare_units import compare_units
 
 __all__ = [
-    "check_replicas",
-    "compare_units",
-    "count_bytes",
-    "expected_memory",
-    "expected_traffic",
-    "explain_reshard",
-    "record_collectives",
-    "state_bytes",
-]
+    "check_replicas", "compare_units", "count_bytes", "expected_memory", "expected_traffic", "explain_reshard",
+    "record_collectives", "state_bytes",
+]  # fmt: skip

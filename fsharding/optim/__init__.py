@@ -53,10 +53,16 @@ for _name in _ELSEWHERE:  # such as the modules `adam` and `clip`: calling a mod
     globals().pop(_name, None)
 
 if TYPE_CHECKING:
-    from fsharding.contrib import optim as _registered
-    from fsharding.contrib.optim import *  # noqa: F403
+    from fsharding.contrib.optim import adafactor as _adafactor
+    from fsharding.contrib.optim import from_torch as _from_torch
+    from fsharding.contrib.optim import wrappers as _wrappers
+    from fsharding.contrib.optim.adafactor import *  # noqa: F403
+    from fsharding.contrib.optim.from_torch import *  # noqa: F403
+    from fsharding.contrib.optim.wrappers import *  # noqa: F403
 
-    __all__ += _registered.__all__
+    __all__ += _adafactor.__all__
+    __all__ += _from_torch.__all__
+    __all__ += _wrappers.__all__
 else:  # with __getattr__, a type checker would accept any name
     __all__ += _registry.names_of("optimizer")
 

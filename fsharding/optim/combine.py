@@ -13,13 +13,7 @@ from fsharding.base.errors import TreeError, listed, message
 from fsharding.base.public import check_optimizer, public
 from fsharding.base.tree import Tree
 from fsharding.optim import base
-from fsharding.optim.base import (
-    ContextTransformation,
-    GradientTransformation,
-    InitContext,
-    UpdateContext,
-    transformation,
-)
+from fsharding.optim.base import ContextTransformation, GradientTransformation, InitContext, UpdateContext
 from fsharding.optim.stacked import of_one_layer
 
 __all__ = ["ChainState", "MultiTransformState", "chain", "multi_transform"]
@@ -113,7 +107,7 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
     by_element = all(t.by_element and not (t.needs_norm and i) for i, t in enumerate(members))
     needs_norm = any(t.needs_norm for t in members)
     facts = {"masks": applies and members[-1].masks, "by_element": by_element, "needs_norm": needs_norm}
-    return transformation(first, change, applies=applies, **facts)
+    return base.transformation(first, change, applies=applies, **facts)
 
 
 @public
@@ -180,7 +174,7 @@ def multi_transform(
     # A member needs the norm of its own group, which no context has.
     by_element = all(t.by_element and not t.needs_norm for t in members.values())
     applies, masks = all(t.apply is not None for t in members.values()), all(t.masks for t in members.values())
-    return transformation(first, change, applies=applies, masks=applies and masks, by_element=by_element)
+    return base.transformation(first, change, applies=applies, masks=applies and masks, by_element=by_element)
 
 
 class _Labeled(NamedTuple):

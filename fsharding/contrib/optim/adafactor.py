@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias, cast
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
 from fsharding.base.dtypes import wide
@@ -22,16 +20,15 @@ from fsharding.optim import base
 from fsharding.optim.base import ContextTransformation, InitContext, UpdateContext
 from fsharding.optim.chunked_update import round_whole_moment, step_key
 from fsharding.optim.coded_moment import leaf_of, refuse_format
-from fsharding.optim.schedules import Schedule, as_schedule, rate_at
+from fsharding.optim.elementwise import step_at
+from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.stacked import STACKS, assigned_shardings, stacked_dims, sum_dims, whole_shape
 from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings
 from fsharding.sharding.leaf_plan import mean_over
-from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of
+from fsharding.sharding.named_sharding import NamedSharding, local_of
 
 __all__ = ["AdafactorState", "adafactor"]
 
-_Shape: TypeAlias = tuple[int, ...]
-_STAGES = ("pp",)
 _DIMS = (-1, -2, 0)  # over which `row` and `col` are means; 0 stands for `full`
 
 
@@ -58,20 +55,20 @@ class AdafactorState(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """One leaf of an update, with local values in float32 at least."""
+    """A parameter, and where it is."""
 
     path: str
-    leaf: Tensor  # the gradient as it was given
-    sharding: NamedSharding | None  # of the gradient, with assignments; None for a plain tensor
-    shape: _Shape  # global shape
-    grad: Tensor
-    param: Tensor
-    unit: tuple[int, ...]  # the dims of one unit of a stack, or all dims
-    olds: dict[int, Tensor]  # statistics by dim: -1 and -2 of a matrix, 0 of any other leaf
+    value: Tensor
+    sharding: NamedSharding | None  # with assignments; None for a plain tensor
 
-    def rms(self, squares: Tensor) -> Tensor:
-        """Return the root mean square of each unit, from sums of squares."""
-        return (squares / max(math.prod(self.shape[dim] for dim in self.unit), 1)).sqrt()
+    def statistic(self, dim: int) -> tuple[tuple[int, ...], NamedSharding | None]:
+        """Return the shape and the sharding of a statistic."""
+        shape = whole_shape(self.value, self.sharding)
+        if dim == 0:
+            return shape, self.sharding
+        at = len(shape) + dim
+        size = 1 if self.sharding is None else min(shape[at], 1)
+        return (*shape[:at], size, *shape[at + 1 :]), self.sharding and mean_over(self.sharding, len(shape), dim)
 
 
 @public
@@ -122,21 +119,26 @@ def adafactor(
 
     def first(params: Tree, context: InitContext) -> AdafactorState:
         kept = own or refuse_format(context.moments, "it has means of moments, and no moments")
-        flat, spec = tree.flatten(params)
-        shardings = assigned_shardings(params, context.shardings, known=_STAGES)
-        leaves = [*zip(tree.paths(params), flat, shardings, strict=True)]
+        leaves, spec = _leaves(params, context)
 
-        def zeros(dim: int, path: str, x: Tensor, sharding: NamedSharding | None) -> Tensor | None:
-            if (x.ndim - stacked_dims(path, stacks) >= 2) == (dim == 0):
+        def zeros(x: _Leaf, dim: int) -> Tensor | None:
+            if (x.value.ndim - stacked_dims(x.path, stacks) >= 2) == (dim == 0):
                 return None
-            shape, target = _statistic(whole_shape(x, sharding), sharding, dim)
-            local = local_of(x).new_zeros(target.local_shape(shape) if target else shape, dtype=kept or wide(x.dtype))
+            shape, target = x.statistic(dim)
+            here = target.local_shape(shape) if target else shape
+            local = local_of(x.value).new_zeros(here, dtype=kept or wide(x.value.dtype))
             return target.to_dtensor(local, shape) if target else local
 
-        row, col, full = (tree.unflatten(spec, [zeros(dim, *leaf) for leaf in leaves]) for dim in _DIMS)
+        row, col, full = (tree.unflatten(spec, [zeros(x, dim) for x in leaves]) for dim in _DIMS)
         return AdafactorState(torch.zeros((), dtype=torch.int64), row, col, full)
 
     return base.transformation(first, functools.partial(_Adafactor.update, rule))
+
+
+def _leaves(params: Tree, context: InitContext | UpdateContext) -> tuple[list[_Leaf], Any]:
+    flat, spec = tree.flatten(params)
+    shardings = assigned_shardings(params, context.shardings, known=("pp",))
+    return [*map(_Leaf, tree.paths(params), flat, shardings)], spec
 
 
 @dataclass(frozen=True)
@@ -156,106 +158,71 @@ class _Adafactor:
         """Compute updates and new statistics. Collective over the axes that shard the leaves."""
         base.check_update(AdafactorState, updates, state, base.require_params(params))
         params = tree.prune(params, updates, ("parameters", "gradients"))
-        base.refuse_other_shapes(params, updates, ("parameters", "gradients"))
-        grads, spec = tree.flatten(updates)
-        main = base.local_leaves(redistribute(params, base.shardings_of(updates)))
-        shardings = assigned_shardings(updates, context.shardings, known=_STAGES)
-        columns = [tree.flatten_up_to(spec, x, ("gradients", "moments")) for x in (state.row, state.col, state.full)]
-        leaves: list[_Leaf] = []
-        for path, g, sharding, p, *held in zip(tree.paths(updates), grads, shardings, main, *columns, strict=True):
-            dtype, unit = wide(g.dtype), tuple(range(stacked_dims(path, self.stacks), g.ndim))
-            olds = {dim: x for dim, x in zip(_DIMS, held, strict=True) if x is not None}
-            shape = whole_shape(g, sharding)
-            leaves.append(_Leaf(path, g, sharding, shape, local_of(g).to(dtype), p.to(dtype), unit, olds))
-        device = leaves[0].param.device if leaves else state.count.device
-        count = state.count.to(device, non_blocking=True)
-        t = count.double() + 1
-        moments, sizes = _moments(leaves, t**self.beta2_decay)
-        lr = rate_at(self.rate, count)
-        lr = lr.double() if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=device)
-        scaled = _normalized(leaves, moments, self.eps[0])
-        norms = _sums((u.square() for u in scaled), leaves, [x.unit for x in leaves])
-        deltas: list[Tensor] = []
-        for x, u, p2, u2 in zip(leaves, scaled, sizes, norms, strict=True):
-            size = x.rms(p2).clamp(min=self.eps[1]) * torch.minimum(lr, t**-0.5)
-            share = (x.rms(u2) / self.clip).clamp(min=1.0)
-            delta = u.mul_((-size / share).to(u.dtype))
-            deltas.append(delta.sub_(x.param * (lr * self.weight_decay)) if self.weight_decay else delta)
+        grads = base.local_grads(updates, params, "parameters")
+        leaves, spec = _leaves(params, context)
+        columns = [tree.flatten_up_to(spec, x, ("parameters", "moments")) for x in state[1:]]
+        step = step_at(self.rate, state.count, grads)
+        t = step.number.double()
+        weight = t**self.beta2_decay
+        lr = step.rate.to(t) if isinstance(step.rate, Tensor) else torch.full_like(t, step.rate)
         key = functools.cache(lambda: step_key(context, state.count))
-        pairs = [*zip(leaves, moments, strict=True)]
-        row, col, full = (tree.unflatten(spec, [_kept(x, dim, new, context, key) for x, new in pairs]) for dim in _DIMS)
-        return base.like(updates, deltas), AdafactorState(state.count + 1, row, col, full)
+
+        def run(x: _Leaf, given: Tensor, *held: Tensor | None) -> Generator[Any, list[Tensor], None]:
+            shape = whole_shape(x.value, x.sharding)
+            grad = given.to(wide(given.dtype))
+            param = local_of(x.value).to(grad.dtype)
+            unit = tuple(range(stacked_dims(x.path, self.stacks), len(shape)))  # all dims, or those of a stacked unit
+            size = max(math.prod(shape[dim] for dim in unit), 1)
+            olds = {dim: old for dim, old in zip(_DIMS, held, strict=True) if old is not None}
+            means = [dim for dim in olds if dim]
+            *totals, of_param = yield [*((grad.square, (len(shape) + dim,)) for dim in means), (param.square, unit)]
+            squares = [total / max(shape[dim], 1) for dim, total in zip(means, totals, strict=True)] or [grad.square()]
+            new = {dim: _averaged(x, dim, olds[dim], y, weight) for dim, y in zip(olds, squares, strict=True)}
+            least = torch.finfo(given.dtype).eps if self.eps[0] is None else self.eps[0]
+            if means:
+                (total,) = yield [(lambda: new[-1], (len(shape) - 2,))]
+                mean = (total / max(shape[-2], 1)).to(new[-1].dtype).clamp_(min=least)
+                estimate = (new[-1] * new[-2]).div_(mean)
+            else:
+                yield []
+                estimate = new[0].clone()
+            u = estimate.clamp_(min=least * least).rsqrt_().mul_(grad)
+            (of_update,) = yield [(u.square, unit)]
+            rate = (of_param / size).sqrt().clamp(min=self.eps[1]) * torch.minimum(lr, t**-0.5)
+            share = ((of_update / size).sqrt() / self.clip).clamp(min=1.0)
+            delta = u.mul_((-rate / share).to(u.dtype))
+            delta = delta.sub_(param * (lr * self.weight_decay)) if self.weight_decay else delta
+            kept: dict[int, Tensor] = {}
+            for dim, y in new.items():
+                of_mean, sharding = x.statistic(dim)
+                chunked = leaf_of(x.path, of_mean, sharding)
+                rounded = round_whole_moment(y, olds[dim].dtype, context, chunked, str(dim), key)
+                kept[dim] = sharding.to_dtensor(rounded, of_mean) if sharding else rounded
+            yield delta, kept
+
+        results = _together(leaves, [run(*each) for each in zip(leaves, grads, *columns, strict=True)])
+        row, col, full = (tree.unflatten(spec, [kept.get(dim) for _, kept in results]) for dim in _DIMS)
+        return base.like(params, [delta for delta, _ in results]), AdafactorState(state.count + 1, row, col, full)
 
 
-def _sums(terms: Iterable[Tensor], leaves: Sequence[_Leaf], dims: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    return sum_dims(terms, [x.leaf for x in leaves], dims, shardings=[x.sharding for x in leaves])
+def _together(leaves: list[_Leaf], runs: list[Generator[Any, list[Tensor], None]]) -> list[Any]:
+    """Run the updates of all leaves side by side: each asks for sums three times, then yields its result."""
+    # Ranks hold parts of rows and columns, so means need sums over ranks: in each round one collective for all leaves.
+    # A term is made when it is summed, so that not all of them exist at once.
+    asked: list[Any] = [next(run) for run in runs]
+    for _ in range(3):
+        rows = [(x, *row) for x, of_leaf in zip(leaves, asked, strict=True) for row in of_leaf]
+        given = [x.value for x, _, _ in rows]
+        shardings = [x.sharding for x, _, _ in rows]
+        sums = iter(sum_dims((term() for _, term, _ in rows), given, [dims for *_, dims in rows], shardings=shardings))
+        asked = [run.send([next(sums) for _ in of_leaf]) for run, of_leaf in zip(runs, asked, strict=True)]
+    return asked
 
 
-def _moments(leaves: list[_Leaf], weight: Tensor) -> tuple[list[dict[int, Tensor]], list[Tensor]]:
-    """Return the new local statistics of each leaf by dim, and the sums of squares of the parameters."""
-    # Ranks hold parts of rows and columns, so means need sums over ranks: all of them in one collective.
-    means = [(i, dim) for dim in (-1, -2) for i, x in enumerate(leaves) if dim in x.olds]
-    factored = [leaves[i] for i, _ in means]
-    sums = _sums(
-        itertools.chain((x.grad.square() for x in factored), (x.param.square() for x in leaves)),
-        [*factored, *leaves],
-        [*((leaves[i].leaf.ndim + dim,) for i, dim in means), *(x.unit for x in leaves)],
-    )
-    moments: list[dict[int, Tensor]] = [{} for _ in leaves]
-    for (i, dim), total in zip(means, sums, strict=False):
-        moments[i][dim] = _averaged(leaves[i], dim, total / max(leaves[i].shape[dim], 1), weight)
-    for new, x in zip(moments, leaves, strict=True):
-        if 0 in x.olds:
-            new[0] = _averaged(x, 0, x.grad.square(), weight)
-    return moments, sums[len(means) :]
-
-
-def _averaged(x: _Leaf, dim: int, new: Tensor, weight: Tensor) -> Tensor:
-    """Move an old statistic toward a new value, in the sharding of the gradient and in float32 at least."""
-    old = x.olds[dim]
+def _averaged(x: _Leaf, dim: int, old: Tensor, new: Tensor, weight: Tensor) -> Tensor:
+    """Move an old statistic toward a new value, in the sharding of the parameter and in float32 at least."""
     if x.sharding is not None:
-        old = local_of(redistribute(old, _statistic(x.shape, x.sharding, dim)[1]))
+        old = local_of(redistribute(old, x.statistic(dim)[1]))
     old = old.to(wide(old.dtype))
     # A stage that doesn't own the leaf has no elements of its means either, so shapes differ there.
     return old.lerp(new.to(old.dtype), weight.to(old.dtype)) if old.shape == new.shape else old
-
-
-def _normalized(leaves: list[_Leaf], moments: list[dict[int, Tensor]], eps: float | None) -> list[Tensor]:
-    """Divide gradients by the roots of their second moments."""
-    factored = [(x, new) for x, new in zip(leaves, moments, strict=True) if 0 not in new]
-    dims = [(x.leaf.ndim - 2,) for x, _ in factored]
-    sums = iter(_sums((new[-1] for _, new in factored), [x for x, _ in factored], dims))
-    result: list[Tensor] = []
-    for x, new in zip(leaves, moments, strict=True):
-        least = torch.finfo(x.leaf.dtype).eps if eps is None else eps
-        if 0 in new:
-            estimate = new[0].clone()
-        else:
-            mean = (next(sums) / max(x.shape[-2], 1)).to(new[-1].dtype).clamp_(min=least)
-            estimate = (new[-1] * new[-2]).div_(mean)
-        result.append(estimate.clamp_(min=least * least).rsqrt_().mul_(x.grad))
-    return result
-
-
-def _statistic(shape: _Shape, sharding: NamedSharding | None, dim: int) -> tuple[_Shape, NamedSharding | None]:
-    """Return the shape and the sharding of a statistic of a leaf."""
-    if dim == 0:
-        return shape, sharding
-    at = len(shape) + dim
-    size = 1 if sharding is None else min(shape[at], 1)
-    return (*shape[:at], size, *shape[at + 1 :]), sharding and mean_over(sharding, len(shape), dim)
-
-
-def _kept(
-    x: _Leaf, dim: int, moments: dict[int, Tensor], context: UpdateContext, key: Callable[[], Tensor]
-) -> Tensor | None:
-    """Return a new statistic in the sharding of the old one, rounded to its dtype."""
-    if dim not in moments:
-        return None
-    shape, at_grad = _statistic(x.shape, x.sharding, dim)
-    old, leaf = x.olds[dim], leaf_of(x.path, shape, at_grad)
-    new = round_whole_moment(moments[dim], old.dtype, context, leaf, str(dim), key)
-    if at_grad is None:
-        return new
-    target = replace(sharding_of(cast(DTensor, old)), mesh=at_grad.mesh, assigned=at_grad.assigned)
-    return redistribute(at_grad.to_dtensor(new, shape), target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -16,7 +15,6 @@ from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import kind_of, public
 from fsharding.base.tree import Tree
-from fsharding.comm.redistribute import redistribute
 from fsharding.optim import base
 from fsharding.optim.base import ContextTransformation, InitContext, UpdateContext
 from fsharding.optim.coded_moment import refuse_format
@@ -31,6 +29,7 @@ _INSTEAD = {
     "SparseAdam": "Use torch.optim.Adam: gradients of sharded parameters are dense.",
     "LBFGS": "Use an optimizer that updates from one gradient, or write the line search around fs.value_and_grad.",
 }
+_NUMBERS = {bool: torch.int64, int: torch.int64, float: torch.float64}  # how the state keeps Python's own numbers
 _Optimizer: TypeAlias = type[torch.optim.Optimizer]
 _Kinds: TypeAlias = tuple[dict[str, torch.dtype], dict[str, Any]]  # of slots and scalars; some have Python's types
 
@@ -86,53 +85,43 @@ def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **s
     if callable(settings.get("lr")):
         check_settings((FROM_0, {"lr": settings["lr"]}))
     kinds_of = functools.cache(functools.partial(_state_kinds, optimizer, _settings_at(settings, 0)))
-    names, fused = kinds_of(torch.float32), settings.get("fused")
+    kinds_of(torch.float32)  # refuse an optimizer that couples elements
 
     def first(params: Tree, context: InitContext) -> TorchState:
         kept = own or _refuse_narrow(refuse_format(context.moments, "torch's optimizer has tensors of its own"))
 
-        def slot(name: str, x: Tensor) -> Tensor:
-            dtype = kinds_of(wide(x.dtype))[0][name]
+        def zeros(name: str, x: Tensor) -> Tensor:
+            slots, scalars = kinds_of(wide(x.dtype))
+            if name in scalars:
+                return torch.zeros((), dtype=_NUMBERS.get(scalars[name], scalars[name]))
+            dtype = slots[name]
             return base.like_leaf(x, base.new_zeros(local_of(x), kept or dtype if dtype.is_floating_point else dtype))
 
-        def scalar(name: str, x: Tensor) -> Tensor:
-            return _number(0, kinds_of(wide(x.dtype))[1][name])
-
-        slots = {name: tree.map(functools.partial(slot, name), params) for name in names[0]}
-        scalars = {name: tree.map(functools.partial(scalar, name), params) for name in names[1]}
-        return TorchState(torch.zeros((), dtype=torch.int64), slots, scalars)
+        trees = [{n: tree.map(functools.partial(zeros, n), params) for n in names} for names in kinds_of(torch.float32)]
+        return TorchState(torch.zeros((), dtype=torch.int64), *trees)
 
     def change(updates: Tree, state: TorchState, params: Tree, context: UpdateContext) -> tuple[Tree, TorchState]:
         base.check_update(TorchState, updates, state, base.require_params(params))
-        params = tree.prune(params, updates, ("parameters", "gradients"))
-        base.refuse_other_shapes(params, updates, ("parameters", "gradients"))
-        shardings = base.shardings_of(next(iter(state.slots.values()), params))
-        resharded = redistribute(updates, shardings)
-        main = [p.to(wide(p.dtype)) for p in base.local_leaves(redistribute(params, shardings))]
-        spec = tree.flatten(resharded)[1]
-        slots, scalars = (
-            {n: tree.flatten_up_to(spec, x, ("gradients", "state")) for n, x in columns.items()}
-            for columns in (state.slots, state.scalars)
-        )
-        # Torch's optimizer writes to parameters, gradients and slots in place: it gets copies unless they are donated.
+        home = next(iter(state.slots.values()), tree.prune(params, updates, ("parameters", "gradients")))
+        grads = base.local_grads(updates, home, "moments" if state.slots else "parameters")
+        main = [p.to(wide(p.dtype)) for p in base.local_params(params, home)]
+        spec = tree.flatten(home)[1]
+        columns = state.slots | state.scalars
+        held = {n: tree.flatten_up_to(spec, x, ("gradients", "state")) for n, x in columns.items()}
+        # Torch's optimizer writes to parameters, gradients and state in place: it gets copies unless they are donated.
         shards = [torch.nn.Parameter(base.clone(p)) for p in main]
-        for p, g in zip(shards, base.local_leaves(resharded), strict=True):
+        for p, g in zip(shards, grads, strict=True):
             p.grad = g.to(p.dtype).contiguous() if context.donate else base.clone(g.to(p.dtype))
         made = cast(Any, optimizer)(shards, **_settings_at(settings, int(state.count)))
         for i, p in enumerate(shards if int(state.count) else ()):
-            kinds = kinds_of(p.dtype)
-            made.state[p] = {n: _slot(x[i], kinds[0][n], donate=context.donate) for n, x in slots.items()}
-            made.state[p] |= {n: _scalar(x[i], kinds[1][n], p if fused else x[i]) for n, x in scalars.items()}
+            for kinds in kinds_of(p.dtype):
+                at = p if settings.get("fused") else None  # fused kernels read numbers on the device
+                made.state[p] |= {n: _given(held[n][i], kinds[n], at, donate=context.donate) for n in kinds}
         made.step()
-
-        def after(columns: dict[str, list[Any]], leaf: Callable[[Tensor, Any], Tensor]) -> dict[str, Tree]:
-            new = {n: [leaf(old, made.state[p][n]) for old, p in zip(columns[n], shards, strict=True)] for n in columns}
-            return {n: tree.unflatten(spec, x) for n, x in new.items()}
-
         deltas = [p.detach() - old for p, old in zip(shards, main, strict=True)]
-        new_slots = after(slots, lambda old, x: base.like_leaf(old, x.detach().to(old.dtype)))
-        new_scalars = after(scalars, lambda old, x: _number(x, old.dtype))
-        return base.like(resharded, deltas), TorchState(state.count + 1, new_slots, new_scalars)
+        new = {n: [_kept(old, made.state[p][n]) for old, p in zip(x, shards, strict=True)] for n, x in held.items()}
+        trees = ({n: tree.unflatten(spec, new[n]) for n in part} for part in (state.slots, state.scalars))
+        return base.like(home, deltas), TorchState(state.count + 1, *trees)
 
     return base.transformation(first, change)
 
@@ -152,21 +141,19 @@ def _settings_at(settings: dict[str, Any], count: int) -> dict[str, Any]:
     return {**settings, "lr": rate(count)} if callable(rate) else settings
 
 
-def _slot(x: Tensor, dtype: torch.dtype, *, donate: bool) -> Tensor:
-    """Return this rank's shard of a slot for torch's optimizer, which writes to it in place."""
+def _given(x: Tensor, kind: Any, at: Tensor | None, *, donate: bool) -> Any:
+    """Return a leaf of the state for torch's optimizer, which writes to it in place; on the device of `at` if given."""
+    if not isinstance(kind, torch.dtype):
+        return kind(x.item())
     local = local_of(x)
-    return base.clone(local) if local.dtype == dtype and not donate else local.to(dtype).contiguous()
+    there = local.to((local if at is None else at).device, kind).contiguous()
+    return base.clone(there) if there is local and not donate else there
 
 
-def _scalar(x: Tensor, kind: Any, like: Tensor) -> Any:
-    """Return a number as torch keeps it: a copy on the device of a tensor, where fused kernels read it, or Python's."""
-    return x.to(like.device, copy=True) if isinstance(kind, torch.dtype) else kind(x.item())
-
-
-def _number(value: Any, kind: Any) -> Tensor:
-    """Return a number as a 0-d tensor on the CPU; Python's own numbers in 64 bits."""
-    dtype = kind if isinstance(kind, torch.dtype) else torch.float64 if kind is float else torch.int64
-    return torch.tensor(value.item() if isinstance(value, Tensor) else value, dtype=dtype)
+def _kept(old: Tensor, new: Any) -> Tensor:
+    """Return a part of the state of torch's optimizer as a leaf like the old one."""
+    local = local_of(old)
+    return base.like_leaf(old, torch.as_tensor(new, dtype=local.dtype, device=local.device).detach())
 
 
 def _refuse_others(optimizer: Any, settings: dict[str, Any]) -> None:
@@ -191,10 +178,26 @@ def _refuse_others(optimizer: Any, settings: dict[str, Any]) -> None:
 
 def _state_kinds(optimizer: _Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> _Kinds:
     """Return the kinds of state for a parameter after trial steps; refuse an optimizer that couples elements."""
-    # The same 12 elements, as one parameter and as three: an elementwise optimizer moves them equally.
-    full, state = _try(optimizer, settings, dtype, [(3, 4)])
-    parts, _ = _try(optimizer, settings, dtype, [(1, 4), (2,), (6,)])
-    if not torch.allclose(full, parts, rtol=1e-5, atol=1e-6):
+    # The same 12 elements, as three parameters and as one: an elementwise optimizer moves them equally. Trials are only
+    # compared with each other, so fixed numbers are enough.
+    values = [torch.linspace(0.3, 2.9 + k, 12).sin().to(dtype) for k in range(4)]
+    moved: list[Tensor] = []
+    state: dict[str, Any] = {}
+    for shapes in ([(1, 4), (2,), (6,)], [(3, 4)]):
+        sizes = [math.prod(shape) for shape in shapes]
+        first, *others = ([x.view(s).clone() for x, s in zip(v.split(sizes), shapes, strict=True)] for v in values)
+        params = [torch.nn.Parameter(x) for x in first]
+        made = optimizer(params, **settings)
+        before = made.state_dict()["param_groups"]
+        for grads in others:
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g
+            made.step()
+        if before != made.state_dict()["param_groups"]:
+            raise _refusal(optimizer, "keeps state in its groups, which is no parameter's")
+        moved.append(torch.cat([p.detach().reshape(-1) for p in params]))
+        state = made.state[params[0]]
+    if not torch.allclose(moved[0], moved[1], rtol=1e-5, atol=1e-6):
         raise _refusal(optimizer, "does not treat each element by itself: a parameter in parts moves elsewhere")
     slots, scalars = kinds = cast(_Kinds, ({}, {}))
     for name, x in state.items():
@@ -205,26 +208,6 @@ def _state_kinds(optimizer: _Optimizer, settings: dict[str, Any], dtype: torch.d
         elif x is not None:
             raise _refusal(optimizer, f"keeps {name}, which is neither a number nor one for each element")
     return kinds
-
-
-def _try(
-    optimizer: _Optimizer, settings: dict[str, Any], dtype: torch.dtype, shapes: list[tuple[int, ...]]
-) -> tuple[Tensor, dict[str, Any]]:
-    """Take three steps on 12 elements in parameters of some shapes; return the elements and the state of the first."""
-    # Trials are only compared with each other, so fixed numbers are enough.
-    values = [torch.linspace(0.3, 2.9 + k, 12).sin().to(dtype) for k in range(4)]
-    sizes = [math.prod(shape) for shape in shapes]
-    first, *others = ([x.view(s).clone() for x, s in zip(v.split(sizes), shapes, strict=True)] for v in values)
-    params = [torch.nn.Parameter(x) for x in first]
-    made = optimizer(params, **settings)
-    before = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
-    for grads in others:
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g
-        made.step()
-    if before != [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]:
-        raise _refusal(optimizer, "keeps state in its groups, which is no parameter's")
-    return torch.cat([p.detach().reshape(-1) for p in params]), cast(dict[str, Any], made.state[params[0]])
 
 
 def _refusal(optimizer: _Optimizer, why: str) -> ConfigError:

@@ -18,8 +18,9 @@ from fsharding.optim.coded_moment import check_moments
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.optim.validation import FROM_0, FROM_1, TO_1, check_settings
-from fsharding.sharding import boxes, random
+from fsharding.sharding import random
 from fsharding.sharding.named_sharding import NamedSharding, local_of
+from fsharding.train.state import own_part
 
 __all__ = ["EmaState", "LookaheadState", "NoiseState", "add_noise", "annealed", "ema", "ema_of", "lookahead"]
 
@@ -81,7 +82,7 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
         base.check_update(EmaState, updates, state, params)
         check_moments(average=state.average)
         average = [x if context.donate else base.clone(x) for x in base.local_leaves(state.average)]
-        updated = _updated(updates, base.require_params(params), state.average)
+        updated = _updated(updates, base.local_params(base.require_params(params), state.average), state.average)
         share = rate_at(rate, state.count)
         _compat.foreach_mul_(average, share)
         _compat.foreach_mul_(updated, 1 - share)
@@ -160,8 +161,8 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         # Fake counts have no values: every fake update has the memory and operations of one that moves `slow`.
         if _compat.is_fake(count) or int(count) % every == 0:
             old = base.local_leaves(slow)
-            new = [s + share * (new_fast - s) for s, new_fast in zip(old, _updated(updates, params, slow), strict=True)]
             current = base.local_params(params, slow)
+            new = [s + share * (moved - s) for s, moved in zip(old, _updated(updates, current, slow), strict=True)]
             slow = base.like(slow, new)
             updates = base.like(slow, [s - p for s, p in zip(new, current, strict=True)])
         return updates, LookaheadState(count, slow, inner_state)
@@ -171,13 +172,12 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
 
 def _wide_copy(params: Tree) -> Tree:
     """Copy parameters, in float32 at least: a narrow dtype would lose most changes of an average."""
-    flat = base.local_leaves(params)
-    return base.like(params, [base.clone(x) if x.dtype == wide(x.dtype) else x.to(wide(x.dtype)) for x in flat])
+    return tree.map(lambda x: base.like_leaf(x, local_of(x).contiguous().to(wide(x.dtype), copy=True)), params)
 
 
-def _updated(updates: Tree, params: Tree, average: Tree) -> list[Tensor]:
-    """Add updates to parameters in new memory: local tensors with the shardings and dtypes of an average."""
-    columns = (base.local_params(params, average), base.local_grads(updates, average), base.local_leaves(average))
+def _updated(updates: Tree, params: list[Tensor], average: Tree) -> list[Tensor]:
+    """Add updates to local parameters in new memory, with the shardings and dtypes of an average."""
+    columns = (params, base.local_grads(updates, average), base.local_leaves(average))
     return [(p.to(x.dtype) + u).to(x.dtype) for p, u, x in zip(*columns, strict=True)]
 
 
@@ -243,21 +243,13 @@ def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
         scale = std(count) if callable(std) else std
         step_key = random.fold_in(state.key, count)
         flat, spec = tree.flatten(updates)
-        keys = (random.fold_in(step_key, i) for i in range(len(flat)))
-        noisy = [_noisy(x, s, k, scale) for x, s, k in zip(flat, shardings, keys, strict=True)]
-        return tree.unflatten(spec, noisy), NoiseState(state.count + 1, state.key)
+
+        def noisy(number: int, x: Tensor, sharding: NamedSharding | None) -> Tensor:
+            draw = random.normal(random.fold_in(step_key, number), whole_shape(x, sharding), std=scale, dtype=x.dtype)
+            noise = draw.tensor() if sharding is None else own_part(draw, sharding)
+            return base.like_leaf(x, local_of(x) + noise.to(x.device))
+
+        noisy_leaves = [*map(noisy, range(len(flat)), flat, shardings)]
+        return tree.unflatten(spec, noisy_leaves), NoiseState(state.count + 1, state.key)
 
     return base.transformation(first, change)
-
-
-def _noisy(x: Tensor, sharding: NamedSharding | None, key: Tensor, std: float) -> Tensor:
-    """Add noise to this rank's elements of a leaf."""
-    shape = whole_shape(x, sharding)
-    draw = random.normal(key, shape, std=std, dtype=x.dtype)
-    if sharding is None:
-        return x + draw.tensor(device=x.device)
-    local, grid = local_of(x), sharding.grid(shape)
-    noisy = local.clone()
-    for box, place in boxes.grid_boxes(grid) if grid is not None else ():
-        noisy[place] += draw.slice(box, device=local.device)
-    return base.like_leaf(x, noisy)
