@@ -19,11 +19,8 @@ from fsharding.optim.validation import BELOW_1, FROM_0, check_settings
 
 __all__ = ["AdamState", "adamw"]
 
-_VECTOR = 64
-"""A multiple of the vector length of the kernel on every processor."""
-
-_LARGE = 1 << 12
-"""Size of a leaf from which its full vectors are updated in place, and only its end is copied."""
+_VECTOR = 64  # a multiple of the vector length of the kernel on every processor
+_LARGE = 1 << 12  # size of a leaf from which its full vectors are updated in place, and only its end is copied
 
 
 class AdamState(NamedTuple):

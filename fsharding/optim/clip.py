@@ -13,13 +13,13 @@ from fsharding.base import _compat, tree
 from fsharding.base.errors import ConfigError, LayoutError, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
-from fsharding.comm.leaf_memory import is_away, on_device
-from fsharding.comm.redistribute import in_buckets
+from fsharding.comm.leaf_memory import on_device
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import abstract, axis_group
 from fsharding.optim.base import ContextTransformation, EmptyState, UpdateContext, multiply, transformation
+from fsharding.optim.windows import in_windows
 from fsharding.sharding.boxes import chunk
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, local_of, sharding_of
 from fsharding.transforms.norms import counts_here, norm_in_flight
@@ -31,9 +31,6 @@ _CHUNK = 1 << 18
 
 _LARGE = 1 << 18
 """Size of a leaf from which ranks with equal copies divide the work."""
-
-_AWAY = 32 << 20
-"""Most bytes that are copied to the device at once, to be squared there."""
 
 
 @public
@@ -95,8 +92,7 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
         mend = "Reduce them first: fs.value_and_grad(loss_fn, grads=layout.main)."
         raise LayoutError(message("needs reduced gradients.", unreduced, mend))
     squares: dict[str, Tensor] = {}
-    away = {path: local_of(x).nbytes if is_away(x) else 0 for path, x in named.items()}
-    for group in in_buckets(named, away.__getitem__, _AWAY):
+    for group in in_windows(named):
         squares |= _square_sums({path: _share(named[path], sharding_at[path]) for path in group})
     groups: dict[tuple[str, ...], list[str]] = {}
     meshes: dict[tuple[str, ...], NamedSharding] = {}

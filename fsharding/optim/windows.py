@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,7 +38,7 @@ from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.memory_kinds import Tier
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
 
-__all__ = ["WINDOW_BYTES", "start_in_windows", "through_windows"]
+__all__ = ["WINDOW_BYTES", "in_windows", "start_in_windows", "through_windows"]
 
 WINDOW_BYTES = 32 << 20
 """Bytes that are copied in for a window; a single row may have more."""
@@ -110,6 +110,12 @@ def start_in_windows(start: Callable[[Tree], Tree], params: Tree, moments: Mappi
     shape = start(tree.map(lambda x: like_leaf(x, local_of(x).to("meta")), params))
     parts = (tree.map_with_path(lambda path, x, of={*group}: x if path in of else None, params) for group in groups)
     return _merged(shape, map(start, parts))
+
+
+def in_windows(leaves: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Group leaves, in order, by path, so that the device needs to hold copies of one window of them at a time."""
+    away = {path: local_of(x).nbytes if is_away(x) else 0 for path, x in leaves.items()}
+    return in_buckets(leaves, away.__getitem__, WINDOW_BYTES)
 
 
 Rows: TypeAlias = tuple[int, int]

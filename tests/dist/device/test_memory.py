@@ -15,7 +15,7 @@ import torch
 import fsharding as fs
 from bench.peers import PEERS, Task
 from fsharding.mesh.device_mesh import coordinate
-from fsharding.optim import clip, windows
+from fsharding.optim import windows
 from fsharding.testing import device_mesh
 from fsharding.transforms.unit_plan import large_from
 from tests import sim_device
@@ -176,8 +176,7 @@ def loss(params, x):
 
 def trained(kind, limit):
     """Losses on a device of so many bytes, and the bytes of the state."""
-    small = patch.object(windows, "WINDOW_BYTES", 1 << 12), patch.object(clip, "_AWAY", 1 << 12)
-    with on_device(SIM), small[0], small[1]:
+    with on_device(SIM), patch.object(windows, "WINDOW_BYTES", 1 << 12):
         strategy = fs.zero(3).with_memory(**dict.fromkeys(HOST, kind))
         opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-3))
         layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1, device=SIM), strategy=strategy)
