@@ -23,7 +23,7 @@ from fsharding.base import _compat, _functorch, tree
 from fsharding.base.errors import FshardingError, TransformError, report
 from fsharding.base.scoped import scoped
 from fsharding.comm.leaf_memory import device_of
-from fsharding.formats.quantized import Quantized, dequantize
+from fsharding.formats.quantized import dequantize
 from fsharding.interop.module.copying import copy_module
 from fsharding.interop.module.initializers import LazyLeaf, generator_bytes, lazy_leaves, real_buffers, seed_of
 from fsharding.interop.module.layers import Bare, Entrances, install
@@ -368,7 +368,7 @@ class Run:
         ahead = range(number + 1, min(number + 1 + prefetch_depth(), len(units)))
         following = UnitsAhead(self._tree(n) for n in ahead)
         weights = gather_unit(self._tree(number), policy=policy, next_unit=following)
-        return {name: dequantize(w) if isinstance(w, Quantized) else w for name, w in weights.items()}
+        return {name: dequantize(w) for name, w in weights.items()}
 
     def _tree(self, number: int) -> dict[str, Any]:
         if number not in self._trees:
