@@ -850,8 +850,9 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return padded.expand(q.shape[0], q.shape[1], q.shape[2], size)
 
 
+@functools.cache
 def call_first_at_exit(fn: Callable[[], bool]) -> None:
-    """Call a function at exit, before the functions of `atexit`; if it returns True, the exit status is 1."""
+    """Call a function once at exit, before the functions of `atexit`; if it returns True, the exit status is 1."""
     # An exception in an `atexit` function doesn't change the status. So this one runs the others and exits the process.
 
     def end() -> None:

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "accelerator", "backend_for", "device_count", "is_capturing", "is_here", "missing_parts",
-    "name_of", "new_event", "new_graph", "new_stream", "on_stream", "peak_memory", "recording", "records_graphs",
-    "synchronize",
+    "accelerator", "backend_for", "device_count", "is_capturing", "is_here", "missing_parts", "name_of", "new_event",
+    "new_graph", "new_stream", "on_stream", "peak_memory", "recording", "records_graphs", "synchronize",
 ]  # fmt: skip
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from fsharding.base import _compat
 from fsharding.base.calls import call_as, public_name
 from fsharding.base.errors import CheckpointError, FshardingError, message, report
 from fsharding.base.public import check_timeout
@@ -94,8 +93,7 @@ def start(work: Callable[[], None]) -> PendingSave:
     """Start a background save; call `settle` first."""
     global _latest
     assert _latest is None
-    atexit.unregister(_at_exit)
-    atexit.register(_at_exit)
+    _compat.call_first_at_exit(_last_save_failed)
     _latest = PendingSave(work)
     return _latest
 
@@ -109,16 +107,14 @@ def settle() -> None:
         before.settle()
 
 
-def _at_exit() -> None:
-    """Exit with a message and status 1 if the last save failed; this late, raising wouldn't change the status."""
+def _last_save_failed() -> bool:
+    """Wait for the last save, and print its error if no caller received it."""
     try:
         settle()
     except CheckpointError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
+        return True
+    return False
 
 
 def own_group(timeout: timedelta, use: str = "checkpoint") -> dist.ProcessGroup | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -114,7 +113,7 @@ class PendingVerdict:
             self._event.record()
         # A NumPy view: reading it runs no tensor operation, which a dispatch mode would see.
         self._code = host.numpy()
-        _watch_exit()
+        _compat.call_first_at_exit(_last_step_was_refused)
         _pending[id(self)] = self
 
     def is_ready(self) -> bool:
@@ -133,12 +132,6 @@ class PendingVerdict:
 
 _pending: dict[int, PendingVerdict] = {}
 """Unread verdicts: the last call's of each step in use."""
-
-
-@functools.cache
-def _watch_exit() -> None:
-    """Read pending verdicts at exit; registered once per process."""
-    _compat.call_first_at_exit(_last_step_was_refused)
 
 
 def _last_step_was_refused() -> bool:
