@@ -10,7 +10,6 @@ import gc
 import inspect
 import pickle
 import random as python_random
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
@@ -113,7 +112,7 @@ class FirstCall:
             raise TransformError(report(f"{self._name} {rule}", [row], mend))
 
     def _note_draw(self, words: tuple[int, int]) -> None:
-        line = line_of_user(traceback.extract_stack())
+        line = line_of_user()
         if words not in self._lines:
             self._lines[words] = line
             return

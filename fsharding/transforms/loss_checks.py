@@ -101,9 +101,7 @@ def explained(
     named = ((name, path, x) for name, batch in given.items() for path, x in tree.named_leaves(batch).items())
     leaves = [(f"{name}.{path}" if path else name, x) for name, path, x in named]
     text = str(error).strip().partition("\n")[0]
-    failure = _Failure(
-        error, fn, text, line_of_user(traceback.extract_tb(error.__traceback__)), params, given, leaves, context
-    )
+    failure = _Failure(error, fn, text, line_of_user(error), params, given, leaves, context)
     if type(error).__module__ == "torch._dynamo.exc":
         return _of_texts(failure) or _of_shapes(failure)
     if wrong := _of_arguments(error, fn, params, args):
@@ -140,7 +138,7 @@ def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None
         mend += " This rank's shard is .value."
     mend += of_sums(error.use)
     rule = f"has a loss function in which a leaf {error.use} before it is gathered."
-    error.args = (message(rule, [row, *line_of_user(traceback.extract_tb(error.__traceback__))], mend),)
+    error.args = (message(rule, [row, *line_of_user(error)], mend),)
 
 
 def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any]) -> FshardingError | None:
@@ -331,7 +329,8 @@ def _code(accessor: optree.PyTreeAccessor, root: str) -> str:
     return text if '"' in text else text.replace("'", '"')
 
 
-def line_of_user(frames: Sequence[traceback.FrameSummary]) -> list[str]:
-    """Return the innermost line of a stack outside of torch, Python and this library, as rows of an error."""
+def line_of_user(error: Exception | None = None) -> list[str]:
+    """Return the innermost line outside of torch, Python and this library, of an error or the caller, as rows."""
+    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
     return [f"{Path(x.filename).name}:{x.lineno}: {x.line}" for x in own[-1:] if x.line]
