@@ -193,7 +193,7 @@ def _directory(folder: Path) -> Weights:
     indices = [name for name in names if name.endswith(".index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
     if len(indices) == 1:
-        return as_numbers(open_index(folder / indices[0]), folder)
+        return as_numbers(open_index(folder / indices[0], table_of(folder / indices[0])), folder)
     if not indices and (shards := _sharded(folder, files, "safetensors")) is not None:
         return as_numbers(shards, folder)
     if not indices and len(files) == 1:
@@ -225,7 +225,7 @@ def open_file(file: Path) -> Weights:
             header = _header(real)
             return _of_ranges(real, "safetensors", header.tensors, header.unread)
         case "index":
-            return open_index(file)
+            return open_index(file, table_of(file))
         case "pickle":
             mend = "Load it with torch.load(weights_only=True) and torch.save it again."
             raise Refusal("it is in torch's format before 1.6, or a plain pickle", mend=mend)
@@ -254,9 +254,8 @@ def table_of(index: Path) -> dict[str, str]:
     return table
 
 
-def open_index(index: Path) -> Weights:
-    """Open several files by the JSON index of their tensors; one error lists every file that can't be read."""
-    table = table_of(index)
+def open_index(index: Path, table: Mapping[str, str]) -> Weights:
+    """Open several files by the table of their index; one error lists every file that can't be read."""
     # Open every file before the first read, so that a missing or damaged one raises here.
     parts: dict[str, Weights] = {}
     refusals: list[Refusal] = []

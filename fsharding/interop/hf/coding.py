@@ -31,8 +31,7 @@ __all__ = ["Coding"]
 
 _PLAIN = ("*embed*", "lm_head*", "*router*", "*.mlp.gate.weight", "*.block_sparse_moe.gate.weight")
 """Tensors that no reader expects to be quantized: lookup tables and routers."""
-_BUCKET = 4 << 20
-"""How many block maxima are all-reduced at once."""
+_BUCKET = 4 << 20  # block maxima that are all-reduced at once
 
 
 class Coding:

@@ -190,9 +190,7 @@ def open_folder(path: StrPath) -> Weights:
     """Read the headers of all safetensors files of a directory."""
     folder = real_path(path)
     try:
-        # With an index, a tensor is read from the file that the index names, even if other files have it too.
-        name = _file_in(folder)
-        weights = open_index(folder / INDEX) if name == INDEX else open_part(folder, name)
+        name, weights = _stored_in(folder)
         if weights.format != "safetensors":
             raise Refusal(f"{name}: its format is {weights.format}, not safetensors")
         weights = as_numbers(weights, folder)
@@ -203,23 +201,26 @@ def open_folder(path: StrPath) -> Weights:
     return replace(weights, path=folder, leaves=leaves)
 
 
-def _file_in(folder: Path) -> str:
-    """Name the index of a directory, or its only file; refuse two saves, and files without an index."""
+def _stored_in(folder: Path) -> tuple[str, Weights]:
+    """Open and name the index of a directory, or its only file; refuse two saves, and files without an index."""
     if os.path.lexists(folder / INDEX):
         try:
-            others = sorted({*map(str, table_of(folder / INDEX).values())} - {SINGLE})
+            table = table_of(folder / INDEX)
         except (OSError, ValueError) as error:
             raise Refusal(f"{INDEX}: {getattr(error, 'strerror', None) or error}") from error
+        others = sorted({*map(str, table.values())} - {SINGLE})
         if others and os.path.lexists(folder / SINGLE):
             # transformers reads the single file and ignores the index, whichever is newer.
             what = f"lists {others[0]}, and {SINGLE} is there too: two saves in one directory"
             raise Refusal(f"{INDEX} {what}; remove {SINGLE}, or {INDEX} and its files")
-        return INDEX
+        # A tensor is read from the file that the index names, even if other files have it too.
+        return INDEX, open_index(folder / INDEX, table)
     if not folder.is_dir():
         raise Refusal("there is no such directory")
     names = [name for name in sorted(os.listdir(folder)) if name.endswith(".safetensors")]
     if len(names) == 1 or SINGLE in names:
-        return SINGLE if SINGLE in names else names[0]
+        name = SINGLE if SINGLE in names else names[0]
+        return name, open_part(folder, name)
     rows = [f"it has {len(names)} .safetensors files and no {INDEX}"]
     if names and all(name.startswith("shard-") for name in names):
         rows.append("they are shards of torch's HuggingFaceStorageWriter, which fs.foreign.load_weights reads")
