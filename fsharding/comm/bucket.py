@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,18 @@ class Slot:
     def grids(self) -> tuple[PieceGrid, ...]:
         """All nonempty shards: one grid if they are even, at most 2 ** (number of axes)."""
         return tuple(_piece_grids(self.sizes[1], self.axis_sizes))
+
+    @functools.cached_property
+    def _of_width(self) -> dict[int, list[_Copy]]:
+        return {}
+
+    def copies(self, width: int) -> list[_Copy]:
+        """Return the copies between rows of a width and a contiguous leaf; computed once for each width."""
+        copies = self._of_width.get(width)
+        if copies is None:
+            copies = [_copy_of(self, grid, width, self.strides) for grid in self.grids]
+            self._of_width[width] = copies
+        return copies
 
     @functools.cached_property
     def joined(self) -> bool:
@@ -136,6 +148,14 @@ class _View(NamedTuple):
     start: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+class _Copy(NamedTuple):
+    """The shards of a grid as views of equal shape."""
+
+    in_rows: _View
+    in_leaf: _View
+    run: int  # elements of each contiguous run, if views as a wider dtype may be faster; else 0
 
 
 class _Pieces(NamedTuple):
@@ -248,38 +268,41 @@ def pieces_of(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Ten
     ]
 
 
-def _row_view(rows: Tensor, slot: Slot, grid: PieceGrid, width: int) -> Tensor:
-    """View the shards of a grid in rows: [*counts, before, length * after]."""
+def _copy_of(slot: Slot, grid: PieceGrid, width: int, strides: Sequence[int]) -> _Copy:
+    """View the shards of a grid in rows and in a full leaf whose strides as [before, dim, after] are these."""
     before, _, after = slot.sizes
+    outer, along, inner = strides
     run = grid.length * after
-    size = (*grid.counts, before, run)
-    strides = (*(stride * width for stride in grid.strides), run, 1)
-    return rows.as_strided(size, strides, rows.storage_offset() + slot.offset + grid.first * width)
+    if inner == 1 and along == after:
+        shape, last_of_row, last_of_leaf = (run,), (1,), (1,)
+    else:
+        shape, last_of_row, last_of_leaf = (grid.length, after), (after, 1), (along, inner)
+    shape = (*grid.counts, before, *shape)
+    of_row = (*(n * width for n in grid.strides), run, *last_of_row)
+    of_leaf = (*(n * along for n in grid.steps), outer, *last_of_leaf)
+    is_many = math.prod(shape) >= _FEW and shape[-1] > 1 and of_leaf[-1] == 1
+    row = _View(slot.offset + grid.first * width, shape, of_row)
+    return _Copy(row, _View(grid.start * along, shape, of_leaf), shape[-1] if is_many else 0)
 
 
-# A full leaf, and its strides as [before, dim, after].
-_Strided: TypeAlias = tuple[Tensor, tuple[int, ...]]
-
-
-def _strided(leaf: Tensor, slot: Slot) -> _Strided:
-    """Return a full leaf with its strides as [before, dim, after]; `reshape` copies it if these don't exist."""
-    if leaf.is_contiguous():
-        return leaf, slot.strides
-    leaf = leaf.reshape(slot.sizes)
-    return leaf, leaf.stride()
-
-
-def _pair(rows: Tensor, strided: _Strided, slot: Slot, grid: PieceGrid, width: int) -> tuple[Tensor, Tensor]:
-    """View the shards of a grid in rows and in a full leaf, with equal shapes."""
-    row = _row_view(rows, slot, grid, width)
-    leaf, (before, along, after) = strided
-    outer = tuple(step * along for step in grid.steps)
-    first = leaf.storage_offset() + grid.start * along
-    count, _, inner = slot.sizes
-    if after == 1 and along == inner:
-        return _widened(row, leaf.as_strided(row.shape, (*outer, before, 1), first))
-    size = (*grid.counts, count, grid.length, inner)
-    return row.unflatten(-1, size[-2:]), leaf.as_strided(size, (*outer, before, along, after), first)
+def _pairs(rows: Tensor, leaf: Tensor, slot: Slot, width: int, there: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    """View the shards of all members but `there` in rows and in a full leaf, with equal shapes."""
+    if leaf.is_contiguous() and there is None:
+        copies = slot.copies(width)
+    else:
+        strides: Sequence[int] = slot.strides
+        if not leaf.is_contiguous():
+            leaf = leaf.reshape(slot.sizes)  # a copy if it has no strides as [before, dim, after]
+            strides = leaf.stride()
+        grids = slot.grids if there is None else [part for grid in slot.grids for part in _without(grid, there)]
+        copies = [_copy_of(slot, grid, width, strides) for grid in grids]
+    first, start, size = rows.storage_offset(), leaf.storage_offset(), rows.element_size()
+    result: list[tuple[Tensor, Tensor]] = []
+    for (row, shape, strides), (offset, _, of_leaf), run in copies:
+        a = rows.as_strided(shape, strides, first + row)
+        b = leaf.as_strided(shape, of_leaf, start + offset)
+        result.append(_widened(a, b) if 0 < run * size <= _SHORT else (a, b))
+    return result
 
 
 # Dtypes of 16, 8 and 4 bytes, as which several shorter elements are copied at once.
@@ -294,11 +317,10 @@ _FEW = 4096
 
 def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """View both sides of a copy as a wider dtype if their contiguous runs are short; the bytes copied are the same."""
-    run = a.shape[-1]
-    size = a.element_size()
-    if a.dtype != b.dtype or not 1 < run <= _SHORT // size or a.numel() < _FEW:
+    if a.dtype != b.dtype:
         return a, b
-    places = (run, *a.stride()[:-1], *b.stride()[:-1], a.storage_offset(), b.storage_offset())
+    size = a.element_size()
+    places = (a.shape[-1], *a.stride()[:-1], *b.stride()[:-1], a.storage_offset(), b.storage_offset())
     for wide in _WIDE:
         together = wide.itemsize // size
         if together > 1 and not any(place % together for place in places):
@@ -314,12 +336,9 @@ def fill(
     targets: list[Tensor] = []
     if isinstance(rows, Tensor):
         for leaf, slot in zip(leaves, bucket.slots, strict=True):
-            strided = _strided(leaf, slot)
-            for grid in slot.grids:
-                for part in (grid,) if there is None else _without(grid, there):
-                    source, target = _pair(rows, strided, slot, part, bucket.width)
-                    sources.append(source)
-                    targets.append(target)
+            for source, target in _pairs(rows, leaf, slot, bucket.width, there):
+                sources.append(source)
+                targets.append(target)
     else:
         # Rows in the memory of other processes of this machine: no stride leads from one to the next.
         for member in (member for member in range(bucket.members) if member != there):
@@ -336,11 +355,9 @@ def copy_in(leaves: Sequence[Tensor | None], rows: Tensor, slots: Sequence[Slot]
     width = rows.shape[1]
     for leaf, slot in zip(leaves, slots, strict=True):
         if leaf is None:
-            _compat.foreach_zero_([_row_view(rows, slot, grid, width) for grid in slot.grids])
+            _compat.foreach_zero_(_views(rows, [copy.in_rows for copy in slot.copies(width)]))
             continue
-        strided = _strided(leaf, slot)
-        for grid in slot.grids:
-            target, source = _pair(rows, strided, slot, grid, width)
+        for target, source in _pairs(rows, leaf, slot, width):
             sources.append(source)
             targets.append(target)
     _compat.foreach_copy_(targets, sources)

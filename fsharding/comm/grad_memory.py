@@ -63,6 +63,8 @@ class GradMemory:
     def end(self, row: int | None) -> None:
         """Store a part in its tier after it has been added to."""
         here = self._here.pop(row)
+        if self._tier is DEVICE:  # `here` is the part
+            return
         if not self._tier.can_fail:
             self._tier.put(here, self._part(row))
         elif row is None:

@@ -88,6 +88,13 @@ class LeafWires:
         """Call `note` for everything that is dequantized inside the `with` block, so that autograd may save less."""
         return noting_numbers(note) if self.precision.computes_quantized else nullcontext()
 
+    def is_kept(self, index: LeafIndex) -> bool:
+        """Whether a row of a stack has no format although its leaf may have one; other rows have equal wires."""
+        if index.row is None or not self.precision.has_formats:
+            return False
+        leaf = self.leaves[index.leaf]
+        return leaf.first + index.row in self.precision.kept_rows(leaf.path, leaf.layers)
+
     def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
         """Return the wires of a leaf of a unit, given its full shape and the dtype in which it is used."""
         precision = self.precision
@@ -95,7 +102,7 @@ class LeafWires:
             return UnitWire(Plain(dtype))
         ndim = len(shape)
         leaf = self.leaves[index.leaf]
-        if index.row is not None and leaf.first + index.row in precision.kept_rows(leaf.path, leaf.layers):
+        if self.is_kept(index):
             return UnitWire(Plain(dtype))
         reduced, format = precision.reduce_format(leaf.path, ndim), precision.format_of(leaf.path, ndim)
         terms = None if reduced is None else Quantizing(dtype, reduced)

@@ -90,8 +90,7 @@ class _Sink:
         return self.large is not None and self.context.reducer.write(self.unit, self.large, dtype, kernel)
 
     def take(self, grad: Tensor) -> bool:
-        """Copy the gradient of a large leaf into its bucket, and return whether that was possible."""
-        # Without a slot, `run_deferred` sums deferred products.
+        """Copy the gradient of a large leaf into its bucket; return False if that has no slot."""
         if self.large is None:
             return False
         self.context.reducer.take(self.unit, self.large, grad)
@@ -160,6 +159,7 @@ class GatherContext:
         self._reached: int | None = None
         self.deferred: _Deferred | None = None
         self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
+        self._plans: dict[tuple[Any, ...], UnitPlan] = {}
         values = [node.value for node in nodes]
         # On a CPU, offloaded activations stay where they are: device memory is host memory.
         on_host = None if self._device.type == "cpu" else functools.partial(OnHost, self._device, values)
@@ -250,8 +250,7 @@ class GatherContext:
 
     def _watched(self, unit: GatheredUnit, leaf: int, full: Tensor, large: LargeLeaf | None) -> Tensor:
         """Pass a leaf through a node that has a sink for its gradient."""
-        sink = _Sink(self, unit, leaf, full.shape, large)
-        result = cast(Tensor, _LeafGrad.apply(full, sink))
+        result = cast(Tensor, _LeafGrad.apply(full, _Sink(self, unit, leaf, full.shape, large)))
         if large is not None and result.grad_fn is not None:
             _compat.visit_first(result.grad_fn)  # before other ready nodes, so that the gradient is freed early
         return result
@@ -271,7 +270,11 @@ class GatherContext:
     def _make_unit(
         self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None
     ) -> GatheredUnit:
-        described = tuple(self._described(leaf, place, dtype) for leaf, place in zip(leaves, index, strict=True))
+        # All rows of a stack have one plan, but for those that a precision keeps.
+        kind = dtype, tuple((i.leaf, i.row is None, self._wires.is_kept(i)) for i in index)
+        if kind not in self._plans:
+            described = (self._described(leaf, place, dtype) for leaf, place in zip(leaves, index, strict=True))
+            self._plans[kind] = plan_unit(tuple(described))
         site = None if order_here() is None else call_stacks.site_here()
 
         def gathered(chosen: Sequence[int], plan: UnitPlan) -> GatheredUnit:
@@ -285,7 +288,7 @@ class GatherContext:
                 site=site,
             )  # fmt: skip
 
-        unit = gathered(range(len(leaves)), plan_unit(described))
+        unit = gathered(range(len(leaves)), self._plans[kind])
         if unit.plan.again is not None:
             unit.columns = gathered(*unit.plan.again)
         return unit

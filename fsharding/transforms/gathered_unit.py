@@ -154,9 +154,8 @@ class GatheredUnit:
                 del self._handles[number]  # it holds the received rows, whose memory the next bucket may take
                 self.buffers[number] = gathered.buffers
                 full |= zip(self.plan.gathers[number].leaves, gathered.leaves, strict=True)
-        if self._streams.several and self.plan.gathers:
-            with self._streams.on("gather"):
-                done = self._streams.record("gathered")
+            done = self._streams.record("gathered")
+        if self.plan.gathers:
             self._streams.wait(done)
         shown = [x for buffers in self.buffers.values() for x in buffers]
         shown += [self.leaves[i].value for i, _ in self.plan.aliases]

@@ -115,7 +115,7 @@ class GradReducer:
         self._open: dict[tuple[GatheredUnit, int], Filling] = {}
         self._pending: list[_Pending] = []
         self._streams = streams_for(device)
-        self._reduced: list[_Reduced] = []
+        self._reduced: _Reduced | None = None
 
     # --------------------------------------------------------------------------------------------------- from backward
     @torch.no_grad()
@@ -179,16 +179,16 @@ class GradReducer:
             with self._streams.on("reduce"):
                 for pending in sent:
                     pending.handle.wait()
-                event = self._streams.record("reduced") if sent else None
+                if sent:
+                    in_use = [used for pending in sent for used in pending.in_use]
+                    self._reduced = _Reduced(self._streams.record("reduced"), in_use)
         self._pending.clear()
-        if sent:
-            self._reduced.append(_Reduced(event, [used for pending in sent for used in pending.in_use]))
 
     def _let_go(self) -> None:
         """Have the compute stream wait for the reductions handed over, and free their memory."""
-        for event in [event for event, _ in self._reduced]:  # don't unpack in the loop: it would hold the last bucket
-            self._streams.wait(event)
-        self._reduced.clear()
+        if self._reduced is not None:
+            self._streams.wait(self._reduced.event)
+            self._reduced = None
 
     @contextmanager
     def _after_compute(self, what: str) -> Generator[None]:
@@ -315,7 +315,7 @@ class GradReducer:
             for i in self._targets:
                 self._add_rest_of_accumulated(i)
             result = {i: self._grad(i).result() for i in self._targets}
-            self._reduced.append(_Reduced(self._streams.record("gradients"), []))
+            self._reduced = _Reduced(self._streams.record("gradients"), [])
         self._let_go()
         return result
 
@@ -341,7 +341,7 @@ class GradReducer:
         self._grads.clear()
         self._open.clear()
         self._pending.clear()
-        self._reduced.clear()
+        self._reduced = None
 
 
 def _moved(x: Tensor, source: NamedSharding, to: NamedSharding, shape: tuple[int, ...]) -> Tensor:

@@ -91,6 +91,7 @@ class Use(NamedTuple):
     plan: SimpleNamespace
     index: tuple[LeafIndex, ...]
     number: int
+    name: str = "unit"
 
     def __hash__(self):
         return self.number
