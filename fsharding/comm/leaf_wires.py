@@ -90,7 +90,7 @@ class LeafWires:
 
     def is_kept(self, index: LeafIndex) -> bool:
         """Whether a row of a stack has no format although its leaf may have one; other rows have equal wires."""
-        if index.row is None or not self.precision.has_formats:
+        if index.row is None or not self.leaves:
             return False
         leaf = self.leaves[index.leaf]
         return leaf.first + index.row in self.precision.kept_rows(leaf.path, leaf.layers)

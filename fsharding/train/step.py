@@ -243,7 +243,7 @@ class StepPlan:
     schedule: Schedule | None  # of the pipeline; None if the step scans over the blocks
     check_now: bool  # whether the host reads the verdict in the step
     messages: Messages = field(default_factory=Messages)  # shapes of pipeline activations, learned in the first step
-    buffers: Pool = field(default_factory=Pool)  # memory of unsharded gradients, reused by the next step
+    buffers: Pool = field(default_factory=Pool)  # memory of unsharded gradients, which a CPU keeps for the next step
     first: FirstCall | None = None  # checks of the first step; None afterwards
     rates: Sequence[float] = ()  # learning rates of the last update on this mesh
     check: StateCheck | None = None  # None after a call in a different layout
