@@ -6,8 +6,10 @@ memory goes back to the allocator of the device, which gives it to whoever needs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +18,14 @@ from fsharding.base import _compat
 from fsharding.comm.handles import Memory
 from fsharding.comm.streams import streams_for
 
-__all__ = ["Pool", "PoolMemory"]
+__all__ = ["Pool", "PoolMemory", "Spare"]
+
+
+class Spare(NamedTuple):
+    """Memory that may be written again after an event."""
+
+    memory: Tensor  # uint8, flat
+    done: Any
 
 
 @dataclass
@@ -45,6 +54,7 @@ class Pool:
         self._buffers: list[_Buffer] = []
         self._adopted: list[tuple[_compat.WeakStorage, int, object]] = []
         self._idle = 0
+        self._spare: list[Spare] = []
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, owner: object = None) -> Tensor:
         """Return an uninitialized flat buffer; its bytes are counted if it has an owner."""
@@ -52,7 +62,7 @@ class Pool:
         if streams_for(device).several:
             # The device's allocator reuses memory of any size at once, in stream order. A buffer that waited here for
             # a later one of its size would count at the peak of the step.
-            x = self._allocate((need,), torch.uint8, device)
+            x = self._borrowed(need, device)
             if owner is not None:
                 self.adopt(x, owner)
             return x.view(dtype)[:size]
@@ -63,6 +73,25 @@ class Pool:
         if owner is not None:
             self._count()
         return result
+
+    @contextmanager
+    def lending(self, spare: Iterable[Spare]) -> Generator[None]:
+        """Inside the block, a buffer for a device with several streams may be spare memory that it fits."""
+        self._spare = [*spare]
+        try:
+            yield
+        finally:
+            self._spare = []
+
+    def _borrowed(self, need: int, device: torch.device) -> Tensor:
+        """Return the least spare memory that fits, after its event, or new memory."""
+        fits = [spare for spare in self._spare if need <= spare.memory.numel() <= 2 * need]
+        if not fits:
+            return self._allocate((need,), torch.uint8, device)
+        least = min(fits, key=lambda spare: spare.memory.numel())
+        self._spare = [spare for spare in self._spare if spare is not least]
+        streams_for(device).wait(least.done)
+        return least.memory[:need]
 
     def adopt(self, x: Tensor, owner: object) -> None:
         """Count a tensor from outside of the pool for an owner while its storage is alive."""

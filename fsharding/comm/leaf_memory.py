@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,14 +13,17 @@ from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, devices, tree
+from fsharding.base._compat import cache_on_its_mesh
 from fsharding.base.tree import Tree
 from fsharding.comm.tier import DEVICE, HOST, compute_device, pinned, tier_of, tier_on
+from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding.memory_kinds import Tier
 from fsharding.sharding.named_sharding import Local, NamedSharding, like, local_of, sharding_of
 
 __all__ = [
-    "cast_to_memory", "copied", "device_of", "fill", "here", "home_of", "in_memory", "is_away", "on_device",
-    "placed", "placed_as", "read_ahead", "scaled", "settle_copies", "sharding_here", "tier_at_rest", "to_memory",
+    "cast_to_memory", "copied", "device_of", "fill", "here", "home_of", "in_memory", "is_aligned", "is_away",
+    "on_device", "placed", "placed_as", "read_ahead", "scaled", "settle_copies", "sharding_here", "tier_at_rest",
+    "to_memory",
 ]  # fmt: skip
 
 
@@ -47,6 +52,18 @@ def sharding_here(x: DTensor) -> NamedSharding:
     """Return the sharding of a leaf as an update reads it: in host memory if it is there, else on the device."""
     tier = tier_at_rest(x)
     return sharding_of(x) if tier is DEVICE or tier.can_fail else replace(sharding_of(x), memory=tier.name)
+
+
+_ALIGN = 64  # alignment of fresh tensors, in bytes
+
+
+@cache_on_its_mesh()
+def is_aligned(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -> bool:
+    """Return whether each row of a stack is aligned like a fresh tensor, on every rank: row sizes may differ."""
+    axes = [*itertools.chain(*map(sharding.axes, range(len(shape))))]
+    ranges = (range(abstract(sharding.mesh).axis_size(axis)) for axis in axes)
+    shapes = (sharding.local_shape(shape, dict(zip(axes, at, strict=True))) for at in itertools.product(*ranges))
+    return all(math.prod(local) * itemsize % _ALIGN == 0 for local in shapes)
 
 
 # -------------------------------------------------------------------------------------------------------- to the device

@@ -17,6 +17,7 @@ from fsharding.base import _compat, tree
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.handles import Handle, Memory, Places, Reduction, done, nowhere
+from fsharding.comm.native import RowSum, as_bytes
 from fsharding.comm.reduce import Noise, SumLayout
 from fsharding.comm.step_agreement import checks_plans, compare_plans
 from fsharding.comm.steps import LeafSteps, begins_with_sum, kinds_of, steps_of
@@ -261,6 +262,12 @@ class Filling:
     def sends(self) -> bool:
         """Whether the first step is a sum, which copies terms into a send buffer and communicates."""
         return self._first is not None
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """The send buffer as flat bytes, if nothing else is in its memory and no step follows the sum."""
+        own = self._first.own if isinstance(self._first, RowSum) and self._move.rest.is_empty else None
+        return None if own is None or own.storage_offset() else as_bytes(own)
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
         """See `Reduction`."""

@@ -21,7 +21,7 @@ from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
 
-__all__ = ["Message", "Native", "Offer", "as_bytes", "receive", "receive_object", "send", "send_object"]
+__all__ = ["Message", "Native", "Offer", "RowSum", "as_bytes", "receive", "receive_object", "send", "send_object"]
 
 
 class Message(NamedTuple):
@@ -323,15 +323,19 @@ class RowSum:
             self._exchange = transport.gather_rows(terms.width, terms.dtype)
         else:
             self._exchange = transport.all_to_all(terms.width, terms.dtype, memory)
-        self._fill = terms.filling(self._exchange.own, noise)
+        self.own = self._exchange.own
+        self._fill = terms.filling(self.own, noise)
 
     def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+        """See `Reduction`."""
         self._fill(leaves, terms)
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
+        """See `Reduction`."""
         return None  # rows have shards of a leaf, and a kernel writes the full leaf
 
     def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
+        """See `Reduction`."""
         handle = self._exchange.start()
         if self._layout.part_width is None:
             return handle.then(lambda rows: self._sum(rows, places()))

@@ -42,7 +42,7 @@ from fsharding.base.scoped import scoped
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.host_memory import OnHost
-from fsharding.comm.leaf_memory import device_of, read_ahead
+from fsharding.comm.leaf_memory import device_of, is_aligned, read_ahead
 from fsharding.comm.leaf_wires import LeafIndex, LeafWires
 from fsharding.comm.streams import streams_for
 from fsharding.comm.tier import DEVICE, tier_of
@@ -55,7 +55,7 @@ from fsharding.transforms.grad_reducer import GradReducer, TapeLeaf
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.run_options import RunOptions
 from fsharding.transforms.saved_tensors import SavedTensors
-from fsharding.transforms.unit_plan import LargeLeaf, UnitLeaf, UnitPlan, is_aligned, plan_unit, whole
+from fsharding.transforms.unit_plan import LargeLeaf, UnitLeaf, UnitPlan, plan_unit, whole
 
 __all__ = [
     "GatherContext", "check_depth", "current_context", "evaluating", "is_evaluating", "prefetch_depth",
@@ -388,14 +388,17 @@ class GatherContext:
     def _prefetch_before(self, order: int) -> None:
         """Start to gather the units that backward needs after the one at `order`, up to the depth."""
         before = itertools.islice((u for u in reversed(self._units[:order]) if u.again), self.horizon)
-        for number, earlier in enumerate(before):
-            # Backward ends at the first unit with trained leaves: frozen units before it are not needed again.
-            if not any(u.plan.reductions for u in self._units[: earlier.order + 1]):
-                continue
-            if number < self.depth:
-                earlier.start_again()
-            else:
-                earlier.read_ahead()
+        # A gather follows the last reduction on the same communicator, so it loses no time if it waits for the memory
+        # of that one: the weights that are ahead and the terms that are sent take the bytes of one unit together.
+        with self._pool.lending(self.reducer.spare()):
+            for number, earlier in enumerate(before):
+                # Backward ends at the first unit with trained leaves: frozen units before it are not needed again.
+                if not any(u.plan.reductions for u in self._units[: earlier.order + 1]):
+                    continue
+                if number < self.depth:
+                    earlier.start_again()
+                else:
+                    earlier.read_ahead()
 
     def prefetch_backward(self) -> None:
         """Start to gather the unit that backward needs first, unless the depth is 0."""

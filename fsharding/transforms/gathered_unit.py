@@ -189,3 +189,5 @@ class GatheredUnit:
                 with suppress(RuntimeError) if failed else nullcontext():
                     handle.release(timedelta(seconds=1) if failed else None)
             self._handles = {}
+            done = self._streams.record("gathered")
+        self._streams.wait(done)  # the compute stream may own the memory of received rows

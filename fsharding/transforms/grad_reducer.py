@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat
-from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.buffer_pool import Pool, Spare
 from fsharding.comm.grad_memory import GradMemory
 from fsharding.comm.handles import Handle, Memory, Places, done, nowhere
 from fsharding.comm.leaf_memory import on_device
@@ -51,13 +51,6 @@ class _Pending(NamedTuple):
     in_use: _InUse  # waiting for `handle` may append the late bucket
 
 
-class _Reduced(NamedTuple):
-    """Buckets handed to the reduce stream, and the event after which it no longer reads their memory."""
-
-    event: Any
-    in_use: _InUse
-
-
 class _Gradients:
     """The gradients of a bucket's leaves, to which its sums are added; first sums are written directly into them."""
 
@@ -91,8 +84,9 @@ class GradReducer:
     # None for all) whose accumulated gradient has been added to a partial gradient, so that it counts once.
     # A bucket is in one of three places. `_open`: it has large gradients, and waits for the rest of its unit.
     # `_pending`: its collectives are in flight, and its sums not added yet; buckets finish in the order of their start,
-    # which fixes the order of adds. `_reduced`: on a device with several streams nothing stays pending, because
-    # the reduce stream gets all remaining work at once; this keeps the memory until the compute stream has waited.
+    # which fixes the order of adds. `_in_use`: on a device with several streams nothing stays pending, because the
+    # reduce stream gets all remaining work at once; this keeps the memory until the compute stream has waited for the
+    # event `_reduced`. The next gather may take what is in `_spare`, which the reduce stream alone reads until then.
 
     def __init__(
         self,
@@ -115,7 +109,9 @@ class GradReducer:
         self._open: dict[tuple[GatheredUnit, int], Filling] = {}
         self._pending: list[_Pending] = []
         self._streams = streams_for(device)
-        self._reduced: _Reduced | None = None
+        self._reduced: Any = None
+        self._in_use: _InUse = []
+        self._spare: list[Spare] = []
 
     # --------------------------------------------------------------------------------------------------- from backward
     @torch.no_grad()
@@ -154,8 +150,7 @@ class GradReducer:
 
     def reduce(self, unit: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
         """Finish the reductions in flight, and start the unit's; None for gradients that are in their bucket."""
-        # Of the unit before. Its buckets are free before those of this unit are made, so at most one unit's buckets are
-        # alive, and their reduction overlaps with this unit's backward.
+        # Of the unit before: its buckets are freed before those of this unit are made, whose backward they overlapped.
         self.settle()
         self._let_go()
         with _compat.region("scatter", unit.name):
@@ -180,15 +175,25 @@ class GradReducer:
                 for pending in sent:
                     pending.handle.wait()
                 if sent:
-                    in_use = [used for pending in sent for used in pending.in_use]
-                    self._reduced = _Reduced(self._streams.record("reduced"), in_use)
+                    self._reduced = self._streams.record("reduced")
+        self._in_use = [used for pending in sent for used in pending.in_use]
+        # Where a second collective follows, a gather would wait for that as well.
+        alone = [pending.in_use[0].buffer for pending in sent if len(pending.in_use) == 1]
+        self._spare = [Spare(x, self._reduced) for x in alone if x is not None]
         self._pending.clear()
+
+    def spare(self) -> list[Spare]:
+        """Return the memory that is free after the last reduction, once."""
+        spare, self._spare = self._spare, []
+        return spare
 
     def _let_go(self) -> None:
         """Have the compute stream wait for the reductions handed over, and free their memory."""
         if self._reduced is not None:
-            self._streams.wait(self._reduced.event)
+            self._streams.wait(self._reduced)
             self._reduced = None
+        self._in_use.clear()
+        self._spare.clear()
 
     @contextmanager
     def _after_compute(self, what: str) -> Generator[None]:
@@ -315,7 +320,7 @@ class GradReducer:
             for i in self._targets:
                 self._add_rest_of_accumulated(i)
             result = {i: self._grad(i).result() for i in self._targets}
-            self._reduced = _Reduced(self._streams.record("gradients"), [])
+            self._reduced = self._streams.record("gradients")
         self._let_go()
         return result
 
@@ -341,7 +346,8 @@ class GradReducer:
         self._grads.clear()
         self._open.clear()
         self._pending.clear()
-        self._reduced = None
+        self._in_use.clear()
+        self._spare.clear()
 
 
 def _moved(x: Tensor, source: NamedSharding, to: NamedSharding, shape: tuple[int, ...]) -> Tensor:

@@ -6,7 +6,6 @@ Planning never communicates; the plans of all ranks of a mesh have the same `out
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,18 +22,17 @@ from fsharding.comm.move import Move
 from fsharding.comm.steps import LeafSteps, begins_with_sum, kinds_of, steps_of
 from fsharding.comm.wires import Plain, WholeLeaf, Wire
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding import boxes
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 
 __all__ = [
-    "GradTarget", "LargeLeaf", "ReduceBucket", "UnitGather", "UnitLeaf", "UnitPlan", "is_aligned",
+    "GradTarget", "LargeLeaf", "ReduceBucket", "UnitGather", "UnitLeaf", "UnitPlan",
     "large_elements", "large_from", "plan_unit", "unreduced", "whole",
 ]  # fmt: skip
 
-_ALIGN = 64  # alignment of fresh tensors, in bytes
 # Minimum number of elements of a large gradient. One of a full leaf may be written right into its bucket; one of a
 # shard is pooled or, if it is of a stack, held by row until backward ends, while activations of earlier rows live.
 _large: ContextVar[int] = ContextVar("fsharding_large", default=1 << 16)
@@ -243,12 +241,3 @@ def _elements(leaf: UnitLeaf) -> int:
     assert leaf.target is not None
     sharding = unreduced(leaf.sharding)
     return max(math.prod(sharding.first_shape(shape)) for shape in leaf.target.slices(leaf.shape))
-
-
-@cache_on_its_mesh()
-def is_aligned(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether each row of a stack is aligned like a fresh tensor, on every rank: row sizes may differ."""
-    axes = [*itertools.chain(*map(sharding.axes, range(len(shape))))]
-    ranges = (range(abstract(sharding.mesh).axis_size(axis)) for axis in axes)
-    shapes = (sharding.local_shape(shape, dict(zip(axes, at, strict=True))) for at in itertools.product(*ranges))
-    return all(math.prod(local) * itemsize % _ALIGN == 0 for local in shapes)

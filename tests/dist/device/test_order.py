@@ -46,6 +46,7 @@ CASES = {
 }
 CASES |= pipelines(BASE)
 CASES["offload"] = replace(CASES["zero3"], policy="offload")
+CASES["ahead"] = replace(CASES["zero3"], config=replace(CONFIG, layers=6), precision=fs.BF16, steps=2)
 CASES["moments"] = replace(CASES["zero3-donated"], strategy=fs.zero(3).with_memory(moments="host"))
 
 
@@ -86,6 +87,7 @@ def test_the_device_has_the_bits_of_the_cpu(pool, name):
 
 # ----------------------------------------------------------------------------------------- every wait is there for something
 NEEDED = {
+    ("buffer_pool.py:_borrowed", "gather"),  # what was in this memory has been reduced
     ("gathered_unit.py:wait", "gather"),  # the all-gather is done
     ("gathered_unit.py:wait", "compute"),  # the unit is there
     ("gathered_unit.py:_on_gather_stream", "gather"),  # the shards are written; the unit that had the memory is done
@@ -109,6 +111,7 @@ IMPLIED = {
     ("gather_context.py:__init__", "gather"),  # each gather waits for later work; it has the stream join a graph
     ("gather_context.py:__init__", "reduce"),  # as does `_start`
     ("gathered_unit.py:_end_gathers", "gather"),  # of units that nobody needed: `close` waits for more
+    ("gathered_unit.py:_end_gathers", "compute"),
     ("gather_context.py:close", "compute"),  # the sums at the end are later on the communicator of gathers
 }
 """What follows from other waits in these steps."""

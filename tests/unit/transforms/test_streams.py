@@ -103,6 +103,7 @@ NEEDED = {
     ("gather", "done on gather's collectives"),
     ("compute", "gathered on gather"),
     ("gather", "free on compute"),  # the optimizer has written the shards; the unit that had the memory before is done
+    ("gather", "reduced on reduce"),  # it takes the memory of the last reduction
     ("reduce", "filled on compute"),
     ("reduce's collectives", "issued on reduce"),
     ("reduce", "done on reduce's collectives"),
@@ -110,7 +111,6 @@ NEEDED = {
     ("compute's collectives", "issued on compute"),
     ("compute", "done on compute's collectives"),
     ("reduce", "computed on compute"),  # what autograd has computed of leaves that are in no unit
-    ("compute", "all on gather"),  # gathers that nobody needed
 }
 
 
@@ -141,6 +141,7 @@ def test_without_a_wait_the_order_is_refused():
         ("reduce", "begun on compute"),
         ("compute", "gradients on reduce"),
         ("compute", "all on reduce"),
+        ("compute", "all on gather"),
     }
 
 
