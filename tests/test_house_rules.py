@@ -309,18 +309,18 @@ LINES = {
     "formats": 1_635,
     "mesh": 3_324,
     "sharding": 3_479,
-    "comm": 5_037,
+    "comm": 5_052,
     "ops": 3_033,
-    "transforms": 4_303,
+    "transforms": 4_305,
     "optim": 3_491,
     "models": 1_900,
     "pipeline": 2_157,
     "train": 4_671,
-    "checkpoint": 4_256,
+    "checkpoint": 4_258,
     "foreign": 1_579,
     "interop": 4_898,
     "testing": 1_476,
-    "contrib": 3_560,
+    "contrib": 3_563,
     "apps": 3_013,
 }
 ABOVE_THE_CORE = {"apps", "contrib"}
@@ -336,7 +336,7 @@ COUNTS = {
     "functions of more than 80 lines": 0,
     "marks of public names": 0,
 }
-COMMENTS = 1034
+COMMENTS = 1036
 
 LOW_PRECISION = re.compile(r"\b(Blocks|Quantized|CodedMoment|is_coded|columnwise|plan_scales|CodePlan|amax)\b")
 MEMORY_KINDS = {"host", "disk"}

@@ -472,8 +472,8 @@ def result_of(node: Node, number: int = 0) -> tuple[torch.dtype, torch.Size]:
 
 
 def region(name: str, of: str = "") -> AbstractContextManager[Any]:
-    """Name this block, and the unit that it is for, in the profiler's trace; free without a profiler."""
-    return torch.profiler.record_function(f"fsharding: {name} {of}") if torch.autograd._profiler_enabled() else _NOWHERE
+    """Name this block in the profiler's trace, and for logs the unit that it is for; free without a profiler."""
+    return torch.profiler.record_function(f"fsharding: {name}") if torch.autograd._profiler_enabled() else _NOWHERE
 
 
 _NOWHERE: AbstractContextManager[Any] = nullcontext()

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -93,7 +94,8 @@ def start(work: Callable[[], None]) -> PendingSave:
     """Start a background save; call `settle` first."""
     global _latest
     assert _latest is None
-    _compat.call_first_at_exit(_last_save_failed)
+    with suppress(RuntimeError):  # the main thread has ended, and threads go on
+        _compat.call_first_at_exit(_last_save_failed)
     _latest = PendingSave(work)
     return _latest
 

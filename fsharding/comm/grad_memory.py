@@ -47,6 +47,11 @@ class GradMemory:
 
     def begin(self, row: int | None) -> tuple[Tensor, bool]:
         """Return device memory for a part, and whether it has a value; otherwise it is uninitialized."""
+        # In one unit a row may occur twice, or with the full leaf, which then begins first: one memory serves both.
+        if row in self._here:
+            return self._here[row], True
+        if None in self._here:
+            return self._here[None][row], True
         if row is None and self._written:
             self.result()
         has_value = None in self._written or row in self._written
@@ -62,8 +67,8 @@ class GradMemory:
 
     def end(self, row: int | None) -> None:
         """Store a part in its tier after it has been added to."""
-        here = self._here.pop(row)
-        if self._tier is DEVICE:  # `here` is the part
+        here = self._here.pop(row, None)
+        if here is None or self._tier is DEVICE:  # it has been stored, or is the part
             return
         if not self._tier.can_fail:
             self._tier.put(here, self._part(row))

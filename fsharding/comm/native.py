@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,7 +22,13 @@ from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
 
-__all__ = ["Message", "Native", "Offer", "RowSum", "as_bytes", "receive", "receive_object", "send", "send_object"]
+__all__ = [
+    "IN_PLACE", "Message", "Native", "Offer", "RowSum", "as_bytes", "receive", "receive_object", "send", "send_object",
+]  # fmt: skip
+
+
+# Backends whose reduce-scatter may write a sum over this rank's term of it.
+IN_PLACE = {"nccl", "gloo", "fake"}
 
 
 class Message(NamedTuple):
@@ -182,7 +189,7 @@ class Native:
 
     def add_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None, *, scatter: bool) -> Exchange:
         """Prepare a backend sum of one row [width] that all members receive; with `scatter`, one row for each."""
-        start = self._reduce_scatter if scatter else self._all_reduce
+        start = functools.partial(self._reduce_scatter, kept=memory is None) if scatter else self._all_reduce
         members = self.group.size if scatter else 1
         own = (memory or Memory(self.device)).empty(members * width, dtype).view(members, width)
         return Exchange(own, lambda: start(own))
@@ -197,15 +204,18 @@ class Native:
             work = _started(dist.all_reduce(row, group=group.process_group, async_op=True))
         return Handle(Works((work,), (), (group.ranks,)), lambda _: row)
 
-    def _reduce_scatter(self, rows: Tensor) -> Handle[Rows]:
+    def _reduce_scatter(self, rows: Tensor, *, kept: bool) -> Handle[Rows]:
+        """Start to sum rows; the caller keeps the result, or reads it while its rows live."""
         group = self.group
-        total = rows[group.index : group.index + 1]  # backends may write a sum over this rank's term of it
+        assert group.process_group is not None
+        total = rows[group.index : group.index + 1]
+        if kept or backend_of(group.process_group, rows.device.type) not in IN_PLACE:
+            total = torch.empty_like(total)
         if rows.numel() == 0:
             return Handle(Works(), lambda _: total)
         record_sent((group.size - 1) * rows[0].nbytes, group.axes)
         if not group.in_order:
             rows = rows.index_select(0, index_of(group.by_rank, rows.device))
-        assert group.process_group is not None
         flat = rows.view(-1)
         with among(group.ranks):
             work = _started(_compat.reduce_scatter_single(total[0], flat, group=group.process_group, async_op=True))

@@ -218,7 +218,8 @@ class GatherContext:
         """Gather a unit as a node of the autograd graph, release the one before it, and return the full leaves."""
         # A leaf passes the node of its unit, and one with a sink if its gradient is large or deferred. A quantized
         # leaf isn't a tensor: a stand-in passes, and carries the gradient.
-        unit = self._prefetched.pop(index, None) or self._make_unit(leaves, index, dtype)
+        unit = None if dtype else self._prefetched.pop(index, None)  # prefetched in the compute dtype
+        unit = unit or self._make_unit(leaves, index, dtype)
         full = self._use(unit, policy)
         nodes = list(cast(Sequence[Tensor], _GatherUnit.apply(self.anchor, self, unit, full)))
         # Without slots a gradient stays where autograd has put it until its unit is left: a bucket has memory for all

@@ -61,9 +61,11 @@ class _Gradients:
         self._begun: list[tuple[Tensor, bool]] = []
 
     def places(self) -> Sequence[Tensor] | None:
-        """Begin the gradients; return them if all are still empty, so that sums are written there."""
+        """Begin the gradients, full ones before rows; return them if all are still empty: sums are written there."""
         self._parts = [(self._grad_of(leaf), row) for leaf, row in self._index]
-        self._begun = [grad.begin(row) for grad, row in self._parts]
+        order = sorted(range(len(self._parts)), key=lambda i: self._parts[i][1] is not None)
+        begun = {i: self._parts[i][0].begin(self._parts[i][1]) for i in order}
+        self._begun = [begun[i] for i in range(len(order))]
         return None if any(has_value for _, has_value in self._begun) else [part for part, _ in self._begun]
 
     def add(self, sums: list[Tensor]) -> None:
@@ -346,8 +348,7 @@ class GradReducer:
         self._grads.clear()
         self._open.clear()
         self._pending.clear()
-        self._in_use.clear()
-        self._spare.clear()
+        self._let_go()
 
 
 def _moved(x: Tensor, source: NamedSharding, to: NamedSharding, shape: tuple[int, ...]) -> Tensor:

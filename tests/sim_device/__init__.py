@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 from torch.utils import cpp_extension
 
+from fsharding.comm import native
 from fsharding.comm.stream_log import COLLECTIVES, COMPUTE, Row
 from fsharding.comm.streams import DeviceStreams, streams_for
 
@@ -112,6 +113,7 @@ def start() -> ModuleType:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     # torch's fake ranks serve every device that is registered before the group is made.
     dist.Backend.backend_capability["fake"].append(NAME)
+    native.IN_PLACE.add(BACKEND)
     dist.Backend.register_backend(BACKEND, functools.partial(_communicator, extension), devices=[NAME])
     return extension
 

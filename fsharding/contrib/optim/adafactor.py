@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
 from fsharding.base.dtypes import wide
@@ -25,7 +26,7 @@ from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.stacked import STACKS, assigned_shardings, stacked_dims, sum_dims, whole_shape
 from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings
 from fsharding.sharding.leaf_plan import mean_over
-from fsharding.sharding.named_sharding import NamedSharding, local_of
+from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of
 
 __all__ = ["AdafactorState", "adafactor"]
 
@@ -195,9 +196,11 @@ class _Adafactor:
             kept: dict[int, Tensor] = {}
             for dim, y in new.items():
                 of_mean, sharding = x.statistic(dim)
-                chunked = leaf_of(x.path, of_mean, sharding)
-                rounded = round_whole_moment(y, olds[dim].dtype, context, chunked, str(dim), key)
-                kept[dim] = sharding.to_dtensor(rounded, of_mean) if sharding else rounded
+                old, chunked = olds[dim], leaf_of(x.path, of_mean, sharding)
+                rounded = round_whole_moment(y, old.dtype, context, chunked, str(dim), key)
+                kept[dim] = rounded
+                if sharding is not None and isinstance(old, DTensor):
+                    kept[dim] = redistribute(sharding.to_dtensor(rounded, of_mean), sharding_of(old))
             yield delta, kept
 
         results = _together(leaves, [run(*each) for each in zip(leaves, grads, *columns, strict=True)])
