@@ -137,10 +137,10 @@ def storages(strategy, axes, policy, microbatches, patched):
     step(state, batch)
     watch, plain = Watch(), Pool.take
 
-    def take(pool, size, dtype, device, owner=None, user=None):
+    def take(pool, size, dtype, device, owner=None):
         if patched:
             return watch.take(pool, size, dtype, device, owner)
-        result = plain(pool, size, dtype, device, owner, user)
+        result = plain(pool, size, dtype, device, owner)
         watch.refs.append((0, StorageWeakRef(result.untyped_storage())))
         return result
 

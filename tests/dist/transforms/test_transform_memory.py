@@ -42,15 +42,20 @@ def peaks(config, rows, length, count=3, runs=1):
     return found
 
 
+def bytes_of_block(config):
+    blocks = fs.models.decoder(config).init(fs.random.key(0))["blocks"]
+    return 4 * sum(math.prod(draw.shape) for draw in blocks.values()) // config.layers
+
+
 def test_the_graph_of_a_unit_lives_for_one_unit():
+    """In bytes of a unit beside `value_and_grad`, which frees more of it while backward runs."""
     autograd, grad, vjp = peaks(CONFIG, 4, 64)
-    assert grad <= 1.1 * autograd
-    assert vjp <= 1.15 * autograd
+    unit = bytes_of_block(CONFIG)
+    assert grad <= autograd + 1.1 * unit
+    assert vjp <= autograd + 1.75 * unit
 
 
 def test_gathered_weights_live_for_one_unit():
     """Hardly any tokens, so nearly all of it is weights. `value_and_grad` sums the gradients of a unit where they end."""
-    blocks = fs.models.decoder(SMALL).init(fs.random.key(0))["blocks"]
-    unit = sum(math.prod(draw.shape) for draw in blocks.values()) // SMALL.layers
     for autograd, grad in run_ranks(peaks, 2, SMALL, 2, 2, count=2, runs=5):
-        assert grad <= 1.1 * autograd + 4 * unit // 2
+        assert grad <= 1.1 * autograd + bytes_of_block(SMALL) // 2

@@ -13,7 +13,7 @@ import fsharding as fs
 from fsharding import optim
 from fsharding.base.errors import ConfigError, LayoutError, TreeError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
-from tests.helpers import normal_tree
+from tests.helpers import fake_ranks, normal_tree
 
 SHAPES = {"w": (15, 7), "tall": (7, 15), "b": (7,), "s": (), "blocks": {"w": (3, 6, 10), "norm": (3, 10)}}
 MATRICES = {"w": (15, 7), "tall": (7, 15), "blocks": {"w": (3, 6, 10), "x": (2, 2, 10, 6)}}
@@ -392,3 +392,16 @@ def test_labels_of_matrices():
         "embed": "other", "blocks": {"w": "matrix", "norm": "other"},
     }  # fmt: skip
     assert optim.label_matrices(("encoder",))("encoder.w", torch.ones(2, 3, 4)) == "matrix"
+
+
+def test_statistics_of_adafactor_stay_where_they_are():
+    """Parameters in another sharding than gradients and statistics: one of two ranks."""
+    draws = {"w": fs.random.zeros((8, 6)), "b": fs.random.zeros((8,))}
+    with fake_ranks(0, dp=2) as mesh:
+        layout = fs.plan_layout(draws, mesh, strategy=fs.zero(1))
+        opt = optim.adafactor(0.1)
+        state = fs.init_state(lambda key: draws, opt, fs.random.key(0), layout)
+        grads = fs.shard({"w": torch.ones(8, 6), "b": torch.ones(8)}, layout.main)
+        _, after = opt.update(grads, state.opt_state, state.params)
+        for before, now in zip(fs.tree.leaves(state.opt_state), fs.tree.leaves(after), strict=True):
+            assert fs.typeof(before) == fs.typeof(now)
