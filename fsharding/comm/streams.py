@@ -3,7 +3,7 @@
 The order of a unit, where `!` records an event on the stream of its line and `?` waits for one there:
 
     compute    !free
-    gather     ?free   cast, all-gather   ?free   join   !gathered
+    gather     ?free   ?reduced (in the memory of that reduction)   cast, all-gather   ?free   join   !gathered
     compute    ?gathered   forward or backward of the unit   ?reduced (the unit before)   fill a bucket   !filled
     reduce     ?filled   exchange, sum, add to the gradient   !reduced
     end        compute waits for both
