@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsharding.base import _compat, tree
 from fsharding.base.devices import accelerator
 from fsharding.base.errors import BatchError, LayoutError, MeshError, message
-from fsharding.base.public import kind_of, public, refuse
+from fsharding.base.public import Immutable, kind_of, public, refuse
 from fsharding.comm.counters import Traffic, count_bytes
 from fsharding.comm.stream_log import at_peak, recording_streams
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
@@ -81,7 +81,7 @@ def expected_traffic(
     return fake_step(lambda *_: count_bytes(), model, opt, layout, batch, rank=rank, buffers=buffers, **options)
 
 
-class ExpectedMemory(int):
+class ExpectedMemory(Immutable, int, instead="fs.debug.expected_memory(...), with other arguments"):
     """Peak bytes, with the bytes by purpose as `at_peak`; see `expected_memory`."""
 
     at_peak: dict[tuple[str, str], int]
@@ -89,7 +89,7 @@ class ExpectedMemory(int):
     def __new__(cls, at_peak: dict[tuple[str, str], int]) -> ExpectedMemory:
         """Add up the bytes of all purposes."""
         result = super().__new__(cls, sum(at_peak.values()))
-        result.at_peak = at_peak
+        vars(result)["at_peak"] = at_peak
         return result
 
     def __getnewargs__(self) -> tuple[dict[tuple[str, str], int]]:
