@@ -6,11 +6,10 @@ import functools
 import math
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
 from fsharding.base.dtypes import wide
@@ -194,13 +193,11 @@ class _Adafactor:
             delta = u.mul_((-rate / share).to(u.dtype))
             delta = delta.sub_(param * (lr * self.weight_decay)) if self.weight_decay else delta
             kept: dict[int, Tensor] = {}
-            for dim, y in new.items():
+            for (dim, y), old in zip(new.items(), olds.values(), strict=True):
                 of_mean, sharding = x.statistic(dim)
-                old, chunked = olds[dim], leaf_of(x.path, of_mean, sharding)
-                rounded = round_whole_moment(y, old.dtype, context, chunked, str(dim), key)
-                kept[dim] = rounded
-                if sharding is not None and isinstance(old, DTensor):
-                    kept[dim] = redistribute(sharding.to_dtensor(rounded, of_mean), sharding_of(old))
+                kept[dim] = round_whole_moment(y, old.dtype, context, leaf_of(x.path, of_mean, sharding), str(dim), key)
+                if sharding is not None:
+                    kept[dim] = redistribute(sharding.to_dtensor(kept[dim], of_mean), sharding_of(cast(Any, old)))
             yield delta, kept
 
         results = _together(leaves, [run(*each) for each in zip(leaves, grads, *columns, strict=True)])
