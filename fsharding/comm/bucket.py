@@ -151,7 +151,7 @@ class _View(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """The shards of a grid as views of equal shape."""
+    """Views of equal shape of the shards of a grid."""
 
     in_rows: _View
     in_leaf: _View
@@ -273,13 +273,11 @@ def _copy_of(slot: Slot, grid: PieceGrid, width: int, strides: Sequence[int]) ->
     before, _, after = slot.sizes
     outer, along, inner = strides
     run = grid.length * after
-    if inner == 1 and along == after:
-        shape, last_of_row, last_of_leaf = (run,), (1,), (1,)
-    else:
-        shape, last_of_row, last_of_leaf = (grid.length, after), (after, 1), (along, inner)
-    shape = (*grid.counts, before, *shape)
-    of_row = (*(n * width for n in grid.strides), run, *last_of_row)
-    of_leaf = (*(n * along for n in grid.steps), outer, *last_of_leaf)
+    is_joined = inner == 1 and along == after
+    last = (run,) if is_joined else (grid.length, after)
+    shape = (*grid.counts, before, *last)
+    of_row = (*(n * width for n in grid.strides), run, *boxes.contiguous_strides(last))
+    of_leaf = (*(n * along for n in grid.steps), outer, *((1,) if is_joined else (along, inner)))
     is_many = math.prod(shape) >= _FEW and shape[-1] > 1 and of_leaf[-1] == 1
     row = _View(slot.offset + grid.first * width, shape, of_row)
     return _Copy(row, _View(grid.start * along, shape, of_leaf), shape[-1] if is_many else 0)
@@ -296,7 +294,9 @@ def _pairs(rows: Tensor, leaf: Tensor, slot: Slot, width: int, there: int | None
             strides = leaf.stride()
         grids = slot.grids if there is None else [part for grid in slot.grids for part in _without(grid, there)]
         copies = [_copy_of(slot, grid, width, strides) for grid in grids]
-    first, start, size = rows.storage_offset(), leaf.storage_offset(), rows.element_size()
+    first = rows.storage_offset()
+    start = leaf.storage_offset()
+    size = rows.element_size()
     result: list[tuple[Tensor, Tensor]] = []
     for (row, shape, strides), (offset, _, of_leaf), run in copies:
         a = rows.as_strided(shape, strides, first + row)

@@ -1,7 +1,7 @@
 """A pool of flat buffers that are reused within a step, so that their pages are faulted in only once.
 
 Guarantee: the live bytes of each owner are counted exactly. On a device with several streams nothing is kept: freed
-memory goes back to the allocator of the device, which gives it to whoever needs it next on the same stream.
+memory goes back to the allocator of the device, which gives it to the next allocation on the same stream.
 """
 
 from __future__ import annotations

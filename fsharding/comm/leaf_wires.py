@@ -89,7 +89,7 @@ class LeafWires:
         return noting_numbers(note) if self.precision.computes_quantized else nullcontext()
 
     def is_kept(self, index: LeafIndex) -> bool:
-        """Whether a row of a stack has no format although its leaf may have one; other rows have equal wires."""
+        """Return whether a row of a stack has no format although its leaf may have one; other rows have equal wires."""
         if index.row is None or not self.leaves:
             return False
         leaf = self.leaves[index.leaf]

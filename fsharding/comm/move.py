@@ -265,7 +265,7 @@ class Filling:
 
     @property
     def buffer(self) -> Tensor | None:
-        """The send buffer as flat bytes, if nothing else is in its memory and no step follows the sum."""
+        """Send buffer as flat bytes, if nothing else is in its memory and no step follows the sum."""
         own = self._first.own if isinstance(self._first, RowSum) and self._move.rest.is_empty else None
         return None if own is None or own.storage_offset() else as_bytes(own)
 

@@ -170,7 +170,7 @@ class Native:
         return Exchange(own, lambda: Handle(self._gather(own, rows), lambda _: rows))
 
     def _own_row(self, rows: Tensor) -> Tensor:
-        """Return this member's row to send: the one that the gather fills, if rows arrive where they stay."""
+        """Return this member's row to send: the one that the gather fills, unless it has to reorder rows."""
         if self.group.process_group is None or self.group.in_order:
             return rows[self.group.index]
         return _compat.fresh((rows.shape[1],), rows.dtype, self.device)

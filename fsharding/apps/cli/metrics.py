@@ -1,4 +1,4 @@
-"""The metrics of a run: rows of `metrics.jsonl`, a plot of its losses, trackers of `--log`, and throughput."""
+"""Metrics of a run: rows of `metrics.jsonl`, a plot of its losses, trackers of `--log`, and throughput."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ higher peak than FSDP2 on the same model.
 
 import gc
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import fsharding as fs
 from bench.peers import PEERS, Task
+from bench.step import OURS, _ours
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.optim import windows
 from fsharding.testing import device_mesh
@@ -103,22 +105,6 @@ SHAPES = {
 """Decoders by what most of their peak is: sizes, sequences of a rank, and their length."""
 
 
-def zero3(task):
-    """A step of zero(3) on a task of the benchmark."""
-    opt = fs.adamw(1e-4)
-    precision = fs.Precision(compute=task.dtype)
-    layout = fs.plan_layout(task.model, task.mesh, strategy=fs.zero(3), precision=precision)
-    state = fs.init_state(task.model, opt, fs.random.key(0), layout)
-    step = fs.make_train_step(task.model, opt, donate=True)
-
-    def run():
-        nonlocal state
-        state, metrics = step(state, task.batch)
-        return metrics.loss
-
-    return run
-
-
 def peaks_beside(shape, dtype):
     """The peaks of third steps of zero(3) and of FSDP2; leaves of small models count as large, as in large models."""
     sizes, rows, length = SHAPES[shape]
@@ -127,7 +113,8 @@ def peaks_beside(shape, dtype):
         tokens = torch.arange(rows * length).view(rows, length).remainder(sizes.vocab_size).to(SIM)
         batch = {"tokens": tokens, "targets": tokens}
         task = Task(fs.models.decoder(sizes), fs.make_mesh(device=SIM, dp=-1), batch, dtype)
-        for build in (zero3, PEERS["fsdp2"]):
+        assert task.weights  # drawn before anything is counted
+        for build in (partial(_ours, OURS["fsharding-zero3"]), PEERS["fsdp2"]):
             torch.accelerator.synchronize()
             gc.collect()
             before = torch.accelerator.memory_allocated()
