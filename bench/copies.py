@@ -2,15 +2,15 @@
 
     python -m bench.copies [--preset bench-1b] [--ranks 8] [--host-gbs 55]
 
-One step of a rank runs on fake tensors of the simulated device of the tests, whose attention has no fused kernel;
-`timeline_of` places it in time at given rates. What the CPU computes takes no time here.
+Steps of a rank run on fake tensors of the simulated device of the tests, whose attention has no fused kernel;
+`timeline_of` places them in time at given rates. What the CPU computes takes no time here.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from tests import sim_device
 KEPT: dict[str, dict[str, Any]] = {
     "nothing": {},
     "moments": {"moments": "host"},
+    "main, moments": {"main": "host", "moments": "host"},
     "compute": {"compute": "host"},
     "compute, grads": {"compute": "host", "grads": "host"},
     "compute, grads, params": {"compute": "host", "grads": "host", "params": "host"},
@@ -32,6 +33,31 @@ KEPT: dict[str, dict[str, Any]] = {
     "grads": {"grads": "host"},
     "all": {"params": "host", "moments": "host", "grads": "host"},
 }
+
+
+class Times(NamedTuple):
+    """Seconds of a step, of what it computes, of its copies, and of those copies that are hidden."""
+
+    step: float
+    compute: float
+    copies: float
+    hidden: float
+
+
+def times_of(
+    model: Any, memory: dict[str, Any], rates: Rates, *, ranks: int, tokens: torch.Tensor, **options: Any
+) -> Times:
+    """Return the times of a step in a run with zero(3): what one more step takes, since copies run into the next."""
+    mesh, precision = fs.AbstractMesh(("dp",), (ranks,)), replace(fs.BF16, sums="native")
+    layout = fs.plan_layout(model, mesh, strategy=fs.zero(3).with_memory(**memory), precision=precision)
+    batch, rank = {"tokens": tokens, "targets": tokens}, FakeRank(device_type=sim_device.NAME)
+    options |= {"donate": True, "check": "async"}
+    totals: list[Times] = []
+    for steps in (2, 3):
+        log = fake_step(recording_streams, model, fs.adamw(1e-3), layout, batch, rank=rank, steps=steps, **options)
+        line = timeline_of([log.rows], rates)
+        totals.append(Times(line.seconds, line.compute, line.copies, line.copies * line.copies_hidden))
+    return Times(*(after - before for before, after in zip(*totals, strict=True)))
 
 
 def main() -> None:
@@ -44,21 +70,16 @@ def main() -> None:
     sim_device.build()
     sim_device.join()
     rates = Rates(flops=500e12, memory=2500e9, link=200e9, latency=20e-6, host=options.host_gbs * 1e9)
-    model, mesh = decoder(recipe(options.preset).config), fs.AbstractMesh(("dp",), (options.ranks,))
+    model = decoder(recipe(options.preset).config)
     tokens = torch.empty(4, 1024, dtype=torch.int64, device="meta")
     rows = [(name, memory, fs.policies.save_except_gathered) for name, memory in KEPT.items()]
     rows += [(policy.name, {}, policy) for policy in (fs.policies.offload_inputs, fs.policies.offload)]
     print("| on the host | step, ms | compute, ms | copies, ms | hidden |\n|---|---|---|---|---|")
     for name, memory, policy in rows:
-        precision = replace(fs.BF16, sums="native")
-        layout = fs.plan_layout(model, mesh, strategy=fs.zero(3).with_memory(**memory), precision=precision)
-        log = fake_step(
-            recording_streams, model, fs.adamw(1e-3), layout, {"tokens": tokens, "targets": tokens},
-            rank=FakeRank(device_type=sim_device.NAME), donate=True, check="async", policy=policy,
-        )  # fmt: skip
-        line = timeline_of([log.rows], rates)
-        numbers = f"{line.seconds * 1e3:.1f} | {line.compute * 1e3:.1f} | {line.copies * 1e3:.1f}"
-        print(f"| {name} | {numbers} | {line.copies_hidden:.0%} |", flush=True)
+        found = times_of(model, memory, rates, ranks=options.ranks, tokens=tokens, policy=policy)
+        share = found.hidden / found.copies if found.copies else 1
+        numbers = " | ".join(f"{seconds * 1e3:.1f}" for seconds in found[:3])
+        print(f"| {name} | {numbers} | {share:.0%} |", flush=True)
 
 
 if __name__ == "__main__":

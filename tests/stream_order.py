@@ -40,7 +40,7 @@ def _advance(row: Row, clocks: dict[str, Clock], events: dict[int, Clock]) -> Cl
     if row.kind == "record":
         events[row.event] = dict(now)
     elif row.kind == "wait":
-        _join(now, events[row.event])
+        _join(now, events.get(row.event, {}))  # one from before the log was over when the log began
     elif row.kind == "run":
         now[row.stream] = now.get(row.stream, 0) + 1
     return now

@@ -90,6 +90,7 @@ class RecordingStreams(Streams):
         self._storages: dict[int, tuple[Row, weakref.ref[Any]]] = {}
         self._freed: list[int] = []
         self._count = 0  # storages so far
+        self._live = 0  # bytes of live storages on devices other than the CPU
         self._regions: list[tuple[str, str]] = []  # names and units of the nested regions of `_compat`
         self._left = ""  # unit of the region that was left last
         self._unit = ""  # unit that the compute stream waited for last: it computes with that
@@ -135,12 +136,21 @@ class RecordingStreams(Streams):
             if stream != self._current[-1]:
                 self.wait(self._record(stream, "all"))
 
+    def allocated(self) -> int:
+        self._look_for_freed()
+        return self._live
+
     # ------------------------------------------------------------------------------------------------------- operations
     def _look_for_freed(self) -> None:
         for key in self._freed:
             taken, _ = self._storages.pop(key)
-            self.rows.append(taken._replace(kind="free"))
+            self._append(taken._replace(kind="free"))
         self._freed.clear()
+
+    def _append(self, row: Row) -> None:
+        """Log memory that is taken or freed."""
+        self.rows.append(row)
+        self._live += 0 if row.text == "cpu" else _change(row)
 
     def _number_of(self, x: Tensor, stream: str, purpose: tuple[str, str] | None = None) -> int:
         key = _compat.storage_id(x)
@@ -152,7 +162,7 @@ class RecordingStreams(Streams):
             size = storage.nbytes()
             taken = Row(stream, "take", x.device.type, writes=(self._count,), nbytes=size, purpose=purpose)
             self._storages[key] = taken, weakref.ref(storage, lambda _: self._freed.append(key))
-            self.rows.append(taken)
+            self._append(taken)
         return self._storages[key][0].writes[0]
 
     def hold(self, held: Any) -> None:
@@ -203,6 +213,12 @@ class RecordingStreams(Streams):
             self.wait(self._events_of_work[id(work)][1])
 
 
+def _change(row: Row) -> int:
+    """Return the bytes that an allocator takes or frees for a row."""
+    size = -(-row.nbytes // _ROUND) * _ROUND
+    return size if row.kind == "take" else -size
+
+
 def _cost(func: Any, args: Any, kwargs: Any, result: Any, given: Any) -> tuple[int, int]:
     """Return the floating-point operations, and the bytes read and written."""
     count = flop_registry.get(func.overloadpacket)
@@ -246,7 +262,7 @@ class _Operations(TorchDispatchMode):
 def at_peak(rows: Iterable[Row], device_type: str) -> dict[tuple[str, str], int]:
     """Return the bytes by purpose when most are allocated, the largest first; sizes are rounded as allocators do."""
     changes = [row for row in rows if row.kind in ("take", "free") and row.text == device_type]
-    sizes = [-(-row.nbytes // _ROUND) * _ROUND * (1 if row.kind == "take" else -1) for row in changes]
+    sizes = [*map(_change, changes)]
     live = [*itertools.accumulate(sizes)]
     result = Counter[tuple[str, str]]()
     for row, size in zip(changes[: live.index(max(live)) + 1] if live else [], sizes, strict=False):

@@ -55,6 +55,10 @@ class Streams:
     def settle(self, event: Any) -> None:
         """Have the host wait for an event."""
 
+    def allocated(self) -> int:
+        """Return the bytes that are allocated on the device; 0 without several streams."""
+        return 0
+
 
 _ONE = Streams()
 
@@ -98,6 +102,9 @@ class DeviceStreams(Streams):
         # During the capture of a graph nothing runs, so there is no event to wait for; the caller waits for the replay.
         if not devices.is_capturing(self._device):
             event.synchronize()
+
+    def allocated(self) -> int:
+        return torch.accelerator.memory_allocated(self._device)
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)

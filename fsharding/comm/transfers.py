@@ -9,6 +9,8 @@ Device memory belongs to the compute stream: it is allocated there before a copy
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fsharding.comm.streams import StreamName, streams_for
-from fsharding.comm.tier import DEVICE, HOST
+from fsharding.comm.tier import DEVICE, HOST, tier_of
 from fsharding.sharding.memory_kinds import Tier
 
-__all__ = ["Transfer", "Transfers"]
+__all__ = ["NOTHING", "Between", "InFlight", "Transfer", "Transfers"]
 
 
 class Transfer(NamedTuple):
@@ -67,3 +69,55 @@ class Transfers:
     def settle(self, transfer: Transfer) -> None:
         """Have the host wait for a transfer."""
         self._streams.settle(transfer.done)
+
+
+class InFlight:
+    """Copies out of a device that may not be done, the oldest first, with the memory that they read."""
+
+    # The memory belongs to the compute stream, so `shrink` frees it only after that stream waits for the copy. The host
+    # may read the targets after `settle` alone: their last event stays when all memory is freed. A thread that saves a
+    # state may settle its copies while the next step frees them, hence the lock.
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._transfers = Transfers(device)
+        self._groups: deque[tuple[Transfer, Sequence[Tensor]]] = deque()
+        self._last: Transfer | None = None
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def add(self, transfer: Transfer, read: Sequence[Tensor]) -> None:
+        """Hold the memory that a copy reads."""
+        with self._lock:
+            self._groups.append((transfer, read))
+            self._last = transfer
+            self.nbytes += sum(x.nbytes for x in read)
+
+    def shrink(self, most: int = 0) -> None:
+        """Free the oldest memory until at most so many bytes are held; the current stream waits for its copies."""
+        with self._lock:
+            while self._groups and self.nbytes > most:
+                transfer, read = self._groups.popleft()
+                self._transfers.wait(transfer)
+                self.nbytes -= sum(x.nbytes for x in read)
+                for x in transfer.values:
+                    tier_of(x, x.device.type).settle(x, self._device)
+
+    def settle(self) -> None:
+        """Have the host wait for all copies, and free all memory."""
+        if self._last is not None:
+            self._transfers.settle(self._last)
+        self.shrink()
+
+
+class Between:
+    """Copies of a call that are started between its units; the base class starts none."""
+
+    def forward(self) -> None:
+        """Note that forward begins with a unit."""
+
+    def backward(self) -> None:
+        """Note that backward has left a unit."""
+
+
+NOTHING = Between()

@@ -22,6 +22,7 @@ from fsharding.comm.redistribute import redistribute
 from fsharding.formats.blocks import Rounding
 from fsharding.optim.chunks import like_leaf, new_zeros
 from fsharding.optim.coded_moment import MomentType
+from fsharding.optim.state_copies import AT_ONCE, UpdateCopies
 from fsharding.sharding.entries import places, state_leaves, with_leaves
 from fsharding.sharding.named_sharding import local_of
 
@@ -72,6 +73,7 @@ class UpdateContext:
         on_host: Paths of parameters whose update is computed on the host, such as `layout.updated_on_host`.
         may_be_away: Whether leaves may be kept in other memory than the device's; False saves a check per leaf.
         stacked: As in `InitContext`, and the same value.
+        copies: Which copies of leaves in other memory begin before the update, or end after it; by default none.
 
     Example:
         >>> grads, opt = {"w": torch.full((4,), 2.0)}, fs.optim.clip_by_global_norm(1.0)
@@ -90,6 +92,7 @@ class UpdateContext:
     on_host: Collection[str] = ()
     may_be_away: bool = True
     stacked: Mapping[str, bool] | None = None
+    copies: UpdateCopies = AT_ONCE
 
 
 @dataclass(frozen=True)

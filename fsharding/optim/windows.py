@@ -30,9 +30,10 @@ from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import copied, is_away, tier_at_rest
 from fsharding.comm.redistribute import in_buckets
 from fsharding.comm.tier import DEVICE, compute_device, rows_together, tier_of
-from fsharding.comm.transfers import Transfer, Transfers
+from fsharding.comm.transfers import InFlight, Transfer, Transfers
 from fsharding.optim.base import UpdateContext, like_leaf
 from fsharding.optim.chunked_update import rounds_by_key, rounds_moments
+from fsharding.optim.state_copies import Piece
 from fsharding.sharding.entries import places, state_leaves, state_structure, with_leaves
 from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.memory_kinds import Tier
@@ -82,7 +83,7 @@ def through_windows(
     facts = {False: (context, scale)}
     if any(window.on_host for window in plan):
         facts[True] = _on_host(context, scale)
-    with _Windows(values, away, owners, donate=context.donate) as windows:
+    with _Windows(values, away, owners, context) as windows:
         after = values
         coming = windows.fetch(plan[0])
         for number, window in enumerate(plan):
@@ -211,19 +212,20 @@ def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
 
 
 class _Copies:
-    """Copies of groups of leaves, to the device or host that updates them and back, one group each way at a time."""
+    """Copies of groups of leaves, to the device or host that updates them and back, one group in at a time."""
 
-    # `_coming` is the group in flight, without `_later`, by name: leaves that their tier has to read first. `_leaving`
-    # is the group that was sent last, with its tensors where they were updated: their memory is needed until the copy
-    # is done. If the update runs on the host, the host waits for copies from the device.
+    # `_coming` is the group in flight, without `_later`, by name: leaves that their tier has to read first. `leaving`
+    # has what was sent, and `most` says how much of it may stay where it was updated. If the update runs on the host,
+    # the host waits for copies from the device.
 
-    def __init__(self, device: torch.device, *, on_host: bool) -> None:
+    def __init__(self, device: torch.device, most: Callable[[InFlight], int], *, on_host: bool) -> None:
         self._on_host = on_host
         self._target = torch.device("cpu") if on_host else device
         self._transfers = Transfers(device)
         self._coming: Transfer | None = None
         self._later: dict[str, Tensor] = {}
-        self._leaving: tuple[Transfer, list[Tensor]] | None = None
+        self._most = most
+        self.leaving = InFlight(device)
 
     def fetch(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start to copy a group; `arrive` waits for it, and adds leaves that are read first."""
@@ -252,22 +254,11 @@ class _Copies:
         return here
 
     def send(self, values: Mapping[str, Tensor], tiers: Mapping[str, Tier], homes: Mapping[str, Tensor]) -> Any:
-        """Start to copy a group to its tiers, and free the previous group; return where its tensors will be."""
+        """Start to copy a group to its tiers, and free groups before it; return where its tensors will be."""
         leaving = self._transfers.send([(x, tiers[name], homes.get(name)) for name, x in values.items()])
-        self._free()
-        self._leaving = leaving, [*values.values()]
+        self.leaving.shrink(self._most(self.leaving))
+        self.leaving.add(leaving, [*values.values()])
         return dict(zip(values, leaving.values, strict=True))
-
-    def _free(self) -> Transfer | None:
-        """Free the group that was sent last, once its copy is done."""
-        if self._leaving is None:
-            return None
-        leaving = self._leaving[0]
-        self._transfers.wait(leaving)
-        self._leaving = None
-        for x in leaving.values:
-            _tier(x).settle(x, self._target)
-        return leaving
 
     def close(self) -> None:
         """Have the host wait for all copies."""
@@ -275,9 +266,7 @@ class _Copies:
             self._transfers.wait(self._coming)
             self._coming = None
         self._later = {}
-        leaving = self._free()
-        if leaving is not None:
-            self._transfers.settle(leaving)
+        self.leaving.settle()
 
 
 def _tier(x: Tensor) -> Tier:
@@ -286,13 +275,13 @@ def _tier(x: Tensor) -> Tier:
 
 
 class _Windows:
-    """Copies of the leaves of one update: a context, at whose end the compute stream and the host wait for them."""
+    """Copies of the leaves of one update: a context, at whose end `UpdateContext.copies` may leave some in flight."""
 
     # `_after` has updated leaves at rest. For leaves that are updated in rows, `_homes` has the memory of the leaf, and
     # `_parts` has the rows in a tier that isn't written in place.
 
     def __init__(
-        self, values: _Values, away: Mapping[str, DTensor], owners: Mapping[str, str], *, donate: bool
+        self, values: _Values, away: Mapping[str, DTensor], owners: Mapping[str, str], context: UpdateContext
     ) -> None:
         self._away = away
         self._owners = owners
@@ -303,9 +292,9 @@ class _Windows:
             self._of.setdefault(owners.get(path), []).append((i, x))
         self._tiers = {path: tier_at_rest(x) for path, x in away.items()}
         self._can_fail = any(tier.can_fail for tier in self._tiers.values())
-        self._donate = donate
+        self._donate, self._around = context.donate, context.copies
         device = compute_device(next(iter(away.values())).device_mesh.device_type)
-        self._copies = {on_host: _Copies(device, on_host=on_host) for on_host in (False, True)}
+        self._copies = {on: _Copies(device, self._around.most, on_host=on) for on in (False, True)}
         self._after: dict[str, Any] = {}
         self._homes: dict[str, Tensor] = {}
         self._parts: dict[str, list[Any]] = {}
@@ -313,9 +302,13 @@ class _Windows:
     def __enter__(self) -> _Windows:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for copies in self._copies.values():
-            copies.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._copies[True].close()
+        # Parameters are read next, by the host too.
+        if kind is None and not any(path.startswith(_PARAMS) for path in self._tiers):
+            self._around.leave(self._copies[False].leaving)
+        else:
+            self._copies[False].close()
 
     def fetch(self, window: _Window) -> Callable[[], _Values]:
         """Start to copy a window to where it is updated; return a function that waits for it."""
@@ -331,12 +324,20 @@ class _Windows:
             for path, x in named.items()
             if (_is_off_host(x) if window.on_host else path in self._tiers)
         }
+        pieces: dict[str, Piece] = {path: (path, self._rows(path, window)) for path in wanted}
+        if not window.on_host:
+            self._around.plan({pieces[path]: x.nbytes for path, x in wanted.items() if not path.startswith(_GRADS)})
+        early = {path: piece for path, piece in pieces.items() if self._around.has(piece)}
         copies = self._copies[window.on_host]
-        return functools.partial(self._arrive, values, copies, copies.fetch(wanted))
+        coming = copies.fetch({path: x for path, x in wanted.items() if path not in early})
+        return functools.partial(self._arrive, values, copies, coming, early)
 
-    def _arrive(self, values: _Values, copies: _Copies, coming: dict[str, Tensor]) -> _Values:
+    def _arrive(
+        self, values: _Values, copies: _Copies, coming: dict[str, Tensor], early: Mapping[str, Piece]
+    ) -> _Values:
         """Return a copied window; the compute stream or the host waits for it."""
         found = copies.arrive(coming)
+        found |= {path: self._around.take(piece) for path, piece in early.items()}
         present = tree.map_with_path(lambda path, x: like_leaf(x, found[path]) if path in found else x, values)
         if self._can_fail and self._donate:
             # Leaves that aren't copied would be overwritten, but a file may still fail: then no leaf may have changed.
@@ -388,7 +389,7 @@ class _Windows:
         return after.params, after.state
 
 
-_GRADS, _STATE = (f"{field}." for field in _Values._fields[:2])
+_GRADS, _STATE, _PARAMS = (f"{field}." for field in _Values._fields)
 
 
 def _is_off_host(x: Tensor) -> bool:

@@ -53,6 +53,7 @@ from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
 from fsharding.sharding.random import LazyTensor
 from fsharding.train.buffers import Buffers
 from fsharding.train.first_values import Received, Sync, same_replicas, same_values
+from fsharding.train.in_flight import arrived, carry, unread
 from fsharding.train.state_check import check_leaves, check_main
 
 __all__ = [
@@ -112,9 +113,12 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the seal out: copied and unpickled tensors count their changes from zero."""
+        arrived(self)
         return {name: x for name, x in vars(self).items() if name != _SEAL}
 
     def __getattr__(self, name: str) -> Any:
+        if name == "opt_state" and arrived(self):
+            return self.opt_state
         if name in _FIELDS:
             text = f"TrainState got a state that was donated: its {name} is gone."
             mend = "Use the state that the step returned, or make the step with donate=False."
@@ -159,7 +163,9 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         if "params" in changes and not {"main", "layout"} & {*changes} and self.main is not None:
             mend = "Give both, main=fs.shard(full, state.layout.main); or make a new state, with fs.state_from_params."
             raise LayoutError(message("got params without main.", mend=mend))
-        return TrainState(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
+        result = TrainState(**{**{name: unread(self, name) for name in _FIELDS}, **changes})
+        carry(self, result)
+        return result
 
     def donate(self) -> TrainState:
         """Move all fields to a new state and return it; this one raises `DonatedError` from now on."""
@@ -257,7 +263,8 @@ def refuse_unlike_replicas(state: TrainState) -> None:
 def donated_if_written(state: TrainState) -> Generator[None]:
     """Donate a state if the block raises after it has written to it: a half-updated state must not be used."""
     counts = not torch.is_inference_mode_enabled()  # tensors have no version counters there
-    leaves = [local_of(x) for x in tree.leaves(state) if isinstance(x, Tensor)] if counts else []
+    fields = [unread(state, name) for name in STATE_FIELDS]
+    leaves = [local_of(x) for x in tree.leaves(fields) if isinstance(x, Tensor)] if counts else []
     before = [_compat.version_of(x) for x in leaves]
     try:
         yield

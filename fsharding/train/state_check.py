@@ -17,6 +17,7 @@ from fsharding.comm.tier import tier_of
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.memory_kinds import tier_named
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, sharding_of, typeof
+from fsharding.train.in_flight import unread
 
 __all__ = ["StateCheck", "check_leaves", "check_main", "check_numbers", "check_state"]
 
@@ -36,7 +37,7 @@ class StateCheck:
         rows = _numbers(state)
         mends = [_NUMBERS] if rows else []
         for field, (find, mend) in _FIELDS.items():
-            values = getattr(state, field)
+            values = unread(state, field)
             leaves, structure = tree.flatten(values)
             glances = [_compat.glance(x) for x in leaves]
             known = self._seen.get(field)

@@ -45,6 +45,7 @@ from fsharding.optim.base import GradientTransformation, UpdateContext, where_fi
 from fsharding.optim.clip import square_sums
 from fsharding.optim.router_bias import against_load, split_loads
 from fsharding.optim.schedules import noting_rates
+from fsharding.optim.state_copies import AT_ONCE, UpdateCopies, copies_of
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import Schedule, plan_schedule
 from fsharding.sharding.entries import state_structure
@@ -53,6 +54,7 @@ from fsharding.sharding.named_sharding import local_of
 from fsharding.sharding.random import fold_in
 from fsharding.train.buffers import sync_buffers
 from fsharding.train.first_step import FirstStep, agree_on_setup, words_of_rows
+from fsharding.train.in_flight import copies_in_flight, unread
 from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch
 from fsharding.train.row_hashes import hash_of_all, hash_rows
@@ -242,6 +244,7 @@ class StepPlan:
     precision: Precision  # dtypes of compute and communication
     schedule: Schedule | None  # of the pipeline; None if the step scans over the blocks
     check_now: bool  # whether the host reads the verdict in the step
+    copies: UpdateCopies  # of leaves in other memory
     messages: Messages = field(default_factory=Messages)  # shapes of pipeline activations, learned in the first step
     buffers: Pool = field(default_factory=Pool)  # memory of unsharded gradients, which a CPU keeps for the next step
     first: FirstCall | None = None  # checks of the first step; None afterwards
@@ -336,6 +339,11 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         plan = self.plan_of(state, batch)
+        held = {"state": unread(state, "opt_state"), "params": state.main}
+        with plan.copies.running(tree.named_leaves(held), copies_in_flight(state)):
+            return self._once(plan, state, batch)
+
+    def _once(self, plan: StepPlan, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         agreement = self.agreement(plan, state, batch)
         first = None if plan.first is None else FirstStep(agreement, state.layout.mesh, batch)
         verdict = self.judge(plan, state, batch, agreement)
@@ -356,7 +364,8 @@ class TrainStep:
             vars(metrics)["verdict"] = self._unchecked = PendingVerdict(verdict.code, verdict.refusal.error)
         if result == SKIPPED:
             return self._skipped(plan, state), metrics
-        return sealed(self.update(plan, state, verdict, verdict.finite if result is None else None)), metrics
+        counts = verdict.finite if result is None else None
+        return sealed(self.update(plan, state, verdict, counts, plan.copies)), metrics
 
     def agreement(self, plan: StepPlan, state: TrainState, batch: Tree, bit: Tensor | None = None) -> StepAgreement:
         """Collect what ranks must have in common: the stop bit, unit order, key, last rates, rows along `SAME_ROWS`."""
@@ -405,10 +414,17 @@ class TrainStep:
         refusal = Refusal(state.step, loss, norm, sums.count, squares, agreement.order, layout.mesh)
         return Verdict(sums, grads, loads, to_mean, norm, loss, counts, code, refusal, dropped)
 
-    def update(self, plan: StepPlan, state: TrainState, verdict: Verdict, counts: Tensor | None) -> TrainState:
+    def update(
+        self,
+        plan: StepPlan,
+        state: TrainState,
+        verdict: Verdict,
+        counts: Tensor | None,
+        copies: UpdateCopies = AT_ONCE,
+    ) -> TrainState:
         """Run the second half of a step: return the next state. The host reads nothing."""
         assert plan.facts is not None
-        facts = replace(plan.facts, donate=self.donates, norm=verdict.norm, finite=counts)
+        facts = replace(plan.facts, donate=self.donates, norm=verdict.norm, finite=counts, copies=copies)
         opt = against_load(self._opt, verdict.loads, self._bias_rates) if self._bias_rates else self._opt
         with noting_rates() as plan.rates:
             after = updated(state, verdict.grads, opt, facts, verdict.to_mean)
@@ -436,7 +452,9 @@ class TrainStep:
         precision.check_state(layout.precision)
         if schedule is not None:
             precision.check_stages()
-        return StepPlan(on_mesh(layout, abstract(layout.mesh)), layout.in_flight(precision), schedule, check == "sync")
+        copies = copies_of(layout) if schedule is None else AT_ONCE
+        without_devices = on_mesh(layout, abstract(layout.mesh))
+        return StepPlan(without_devices, layout.in_flight(precision), schedule, check == "sync", copies)
 
     def plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
         """Check the state, and return the plan for its layout. Collective at the first call in a layout."""
@@ -497,7 +515,9 @@ class TrainStep:
                 state.params,
                 (microbatch,),
                 GradsTo(layout.reduced if last else layout.grads, grads, plan.buffers),
-                RunOptions(plan.precision, rounding, loss_scale, i, depth),
+                RunOptions(
+                    plan.precision, rounding, loss_scale, i, depth, between=plan.copies.of_microbatch(last=last)
+                ),
                 has_aux=True,
                 agreement=lambda _: agreement if last else None,  # noqa: B023
                 first=plan.first,

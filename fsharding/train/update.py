@@ -15,6 +15,7 @@ from fsharding.comm.redistribute import redistribute
 from fsharding.optim.base import GradientTransformation, UpdateContext, next_count, refuse_no_gradients
 from fsharding.optim.updates import apply_gradients
 from fsharding.sharding.layout import Layout
+from fsharding.train.in_flight import left_in_flight, unread
 from fsharding.train.state import TrainState, donated_if_written, main_of, rounding_key, sealed, spread
 
 __all__ = ["update", "update_facts", "updated"]
@@ -80,11 +81,13 @@ def updated(
     # If the update fails halfway `donated_if_written` donates the state, else `before` does.
     with donated_if_written(state) if donate else nullcontext():
         with _compat.region("optimizer"):
-            main, opt_state = apply_gradients(opt, grads, state.opt_state, main_of(state), context, scale=scale)
+            held = unread(state, "opt_state")
+            main, opt_state = apply_gradients(opt, grads, held, main_of(state), context, scale=scale)
         with _compat.region("spread"):
             step = next_count(state.step, facts.finite)
             key = rounding_key(state.key, step, layout)
             params = spread(main, state.params, layout, donate=donate, key=key)
     kept = main if state.main is not None else None
     before = state.donate() if donate else state
-    return before.replace(step=step, params=params, main=kept, opt_state=opt_state)
+    after = before.replace(step=step, params=params, main=kept, opt_state=opt_state)
+    return left_in_flight(after, facts.copies.left())

@@ -124,14 +124,10 @@ class FirstCall:
         self._warn("key", rule, dict.fromkeys(self._lines[words] + line), mend)
 
     def _warn_of_generators(self, names: Sequence[str]) -> None:
-        rule = (
-            f"has a loss function that draws from the global generator of {' and '.join(names)}, so its numbers change"
-            " with the layout and when a run is resumed."
-        )
-        mend = (
-            "Draw with a key: add a parameter key to the loss function, then call fs.random.dropout(x, p, key), or"
-            " fs.random.normal(key, x.shape).tensor(device=x.device)."
-        )
+        rule = f"has a loss function that draws from the global generator of {' and '.join(names)}, so its numbers"
+        rule += " change with the layout and when a run is resumed."
+        mend = "Draw with a key: add a parameter key to the loss function, then call fs.random.dropout(x, p, key), or"
+        mend += " fs.random.normal(key, x.shape).tensor(device=x.device)."
         self._warn("generator", rule, (), mend)
 
     def _look_at_count(self, total: Any, count: Any) -> None:

@@ -128,13 +128,13 @@ class GatherContext:
         self._wires = wires
         self.depth = options.prefetch_depth
         tiers = {tier_of(node.value, node.sharding.device_type) for node in nodes} - {DEVICE}
-        self._away = bool(tiers)
         # Number of units to gather or read ahead: one more than `depth` if leaves are on disk, whose reads take long.
         self.horizon = self.depth + (self.depth > 0 and any(tier.can_fail for tier in tiers))
         # The dtype to which the precision casts all leaves; None if leaves keep their dtypes.
         self.cast = precision.activation_dtype or precision.params
         self.counts = Counts()
         self.defers = options.defers
+        self._between = options.between
         # An input of every unit's node, so that backward reaches the node: leaves aren't inputs.
         self.anchor = torch.zeros((), requires_grad=True)
         self._pool = pool or Pool()
@@ -307,7 +307,7 @@ class GatherContext:
         known = target is not None or {*leaf.slices} <= {"pp"}
         aligned = known and all(is_aligned(leaf.sharding, shape, stored.itemsize) for shape in slices)
         misaligned = place.row is not None and not aligned
-        away = self._away and tier_of(leaf.value, self._device.type) is not DEVICE
+        away = tier_of(leaf.value, self._device.type) is not DEVICE
         sent = self._wires.gather(place, leaf.shape, compute)
         if target is not None and sent.terms is not None:
             target = replace(target, first_wire=sent.terms)
@@ -335,6 +335,7 @@ class GatherContext:
             self._current.release()  # before the wait, which may start this unit's gathers in the freed buffers
         self.saved.forget_freed()
         self.saved.enter(offloads=policy.offloads)
+        self._between.forward()
         self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
         self._units.append(unit)
         full: list[WholeLeaf] = [leaf.value for leaf in unit.leaves]
@@ -440,6 +441,7 @@ class GatherContext:
             self.deferred.units.append((unit, grads))
         else:
             self._reduce(unit, grads)
+        self._between.backward()
 
     def _reduce(self, unit: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
         if unit.plan.reductions:

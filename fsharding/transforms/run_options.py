@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.transfers import NOTHING, Between
 from fsharding.formats.precision import FP32, Precision
 
 __all__ = ["GradsTo", "RunOptions"]
@@ -25,6 +26,7 @@ class RunOptions:
     prefetch_depth: int = 1  # number of units to gather ahead of the one that computes, in forward and backward
     caller: str = "fs.value_and_grad"  # the public function named in the error if a rank is lost
     defers: bool = False  # a backward may defer products that give weight gradients only
+    between: Between = NOTHING
 
 
 class GradsTo(NamedTuple):

@@ -15,6 +15,7 @@ from fsharding.base.errors import ConfigError, LayoutError
 from fsharding.comm.tier import tier_of
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, device_mesh
+from fsharding.train.in_flight import copies_in_flight
 from tests.decoders import DecoderCase
 from tests.helpers import full
 from tests.on_device import (
@@ -135,6 +136,7 @@ def updated(case, optimizer, device, folder):
             batch = {name: x.to(device) for name, x in case.batch(number, mesh).items()}
             with watch.step(number):
                 state, metrics = step(state, batch)
+            watch.leaves |= copies_in_flight(state) is not None
             moments = [x for x in fs.tree.leaves(state.opt_state) if isinstance(x, DTensor)]
             kept = {"params": fs.tree.leaves(state.params), "main": fs.tree.leaves(state.main), "moments": moments}
             for role, leaves in kept.items():

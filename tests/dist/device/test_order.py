@@ -61,7 +61,10 @@ def trained(case, device, seed=None):
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(3e-3, eps=1e-3, weight_decay=0.1))
     how = {} if case.mesh.axis_size("pp") > 1 else {"prefetch_depth": 2}
     with small_windows():
-        return train(case, device, seed, opt=opt, **how, **({"check": "async"} if device == SIM else {}))
+        together = bool(case.strategy.memory)
+        return train(
+            case, device, seed, opt=opt, together=together, **how, **({"check": "async"} if device == SIM else {})
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------- delays
@@ -102,7 +105,12 @@ NEEDED = {
     ("windows.py:_copied", "in"),  # there is memory for a window
     ("windows.py:arrive", "compute"),  # it is on the device
     ("windows.py:send", "out"),  # it is updated
-    ("windows.py:_free", "compute"),  # it is where it rests
+    ("windows.py:send", "compute"),  # it is where it rests: the next windows have its memory
+    ("state_copies.py:forward", "compute"),  # or activations of the next step
+    ("state_copies.py:backward", "compute"),  # or a window that is copied in
+    ("in_flight.py:free_copies", "compute"),  # or what follows the last step
+    ("state_copies.py:_start", "in"),  # there is memory for a window, and what it was before is on the host
+    ("state_copies.py:take", "compute"),  # it is on the device
     ("collectives.py:run", "compute"),  # a sum of gradients that are in no unit
     ("executor.py:_guard", "compute"),  # a stage has received what it computes with
     *((name, "compute") for name in ("clip.py:square_sums", "executor.py:sums", "value_and_grad.py:_global_sums")),
