@@ -107,21 +107,14 @@ class Tokens:
             raise DataError(message(f"got step {step}.", mend="Steps count from 0."))
         rows = shard.rows(self.batch_size)
         starts = self.starts(step * self.batch_size + rows.start, len(rows))
-        window_BT = np.empty((len(rows), self.seq_len + 1), np.int64)
-        for row, start in enumerate(starts.tolist()):
-            window_BT[row] = self.stream[start : start + self.seq_len + 1]
+        places_BT = starts[:, None] + np.arange(self.seq_len + 1)
+        window_BT = self.stream[places_BT].astype(np.int64)
         if (bad := (window_BT < 0) | (window_BT >= self.vocab_size)).any():
-            row, column = np.argwhere(bad)[0].tolist()
-            rule = f"read the id {window_BT[row, column]} at {starts[row] + column} of {self.source}"
+            wrong = window_BT[bad][0]
             mend = "Give the vocab_size of the tokenizer that wrote the data."
-            raise DataError(message(f"{rule}, outside [0, {self.vocab_size}).", mend=mend))
-        parts = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
-        if self.begins is not None:
-            places_BT = starts[:, None] + np.arange(self.seq_len + 1)
-            number_BT = np.searchsorted(self.begins, places_BT, side="right").astype(np.int64)
-            parts["documents"] = number_BT[:, :-1]
-            parts["targets"] = np.where(number_BT[:, 1:] == number_BT[:, :-1], parts["targets"], -100)
-        return {name: torch.as_tensor(part.copy()) for name, part in parts.items()}
+            rule = f"read the id {wrong} at {places_BT[bad][0]} of {self.source}, outside [0, {self.vocab_size})."
+            raise DataError(message(rule, mend=mend))
+        return _split(window_BT, None if self.begins is None else np.searchsorted(self.begins, places_BT, "right"))
 
     def fingerprint(self) -> str:
         """Return 16 hex digits: a hash of sizes, dtype, seed, documents and the stream, or samples of a long stream."""
@@ -135,6 +128,15 @@ class Tokens:
         if self.begins is not None:
             digest.update(self.begins.tobytes())
         return digest.hexdigest()[:16]
+
+
+def _split(ids_BT: Ids, document_BT: Ids | None = None) -> dict[str, torch.Tensor]:
+    """Split rows of `seq_len + 1` ids into tokens and targets; a target in the next document is -100."""
+    parts = {"tokens": ids_BT[:, :-1], "targets": ids_BT[:, 1:]}
+    if document_BT is not None:
+        parts["documents"] = document_BT[:, :-1]
+        parts["targets"] = np.where(document_BT[:, 1:] == document_BT[:, :-1], parts["targets"], -100)
+    return {name: torch.from_numpy(part.astype(np.int64)) for name, part in parts.items()}
 
 
 def _check_sizes(seed: int | None, **sizes: int | None) -> None:
@@ -417,15 +419,9 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         if shard is None:
             return {}, after
         rows = shard.rows(self.batch_size)
-        span = slice(rows.start * self.seq_len, rows.stop * self.seq_len)
-        targets = slice(span.start + 1, span.stop + 1)
-        shape = len(rows), self.seq_len
-        parts = {"tokens": window[span].reshape(shape), "targets": window[targets].reshape(shape)}
-        if self.boundaries:
-            owner_BT = owners[span].reshape(shape)
-            parts["targets"] = np.where(owners[targets].reshape(shape) != owner_BT, -100, parts["targets"])
-            parts["documents"] = owner_BT - owner_BT[:, :1]
-        return {name: torch.from_numpy(part.astype(np.int64, copy=True)) for name, part in parts.items()}, after
+        at_BT = np.arange(rows.start, rows.stop)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        owner_BT = owners[at_BT]
+        return _split(window[at_BT], owner_BT - owner_BT[:, :1] if self.boundaries else None), after
 
     def _batches(self, place: _Place) -> Iterator[tuple[Ids, Ids, _Place]]:
         """Yield the ids of each batch from a place on, the document of each id, and the place of the next batch."""
