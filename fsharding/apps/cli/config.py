@@ -41,7 +41,6 @@ def check(config: TrainConfig, world: int) -> None:
     check_values("fsharding train", config)
     _check_together(config)
     offloaded("fsharding train", config.strategy, config.offload, config.policy)
-    _layers_of_stages(config)
     for text in (config.mesh, *(swap.mesh for swap in parse_swaps(config.swap_at) if swap.mesh)):
         _check_mesh(config, text, world)
     data, validation = open_data_of(config)
@@ -94,15 +93,8 @@ def stages(config: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
     schedule = schedule_of(config, mesh)
     if schedule is None:
         return None
-    return fs.pipeline.stages_of(model_of(config), schedule, counts=_layers_of_stages(config))
-
-
-def _layers_of_stages(config: TrainConfig) -> list[int] | None:
-    counts = [part.strip() for part in config.stage_layers.split(",") if part]
-    if not all(count.isdecimal() for count in counts):
-        text = f"cannot read --stage-layers {config.stage_layers!r}."
-        raise ConfigError(message(text, mend="Write the layers of each stage, such as 3,5."))
-    return [int(count) for count in counts] or None
+    counts = [int(layers) for layers in config.stage_layers.split(",") if layers] or None
+    return fs.pipeline.stages_of(model_of(config), schedule, counts=counts)
 
 
 def _check_mesh(config: TrainConfig, text: str, world: int) -> None:

@@ -31,8 +31,6 @@ __all__ = ["BYTES", "Codec", "check_generate", "generate"]
 
 def check_generate(config: GenerateConfig, world: int) -> None:
     """Refuse options, a checkpoint or a prompt that would fail on `world` ranks."""
-    if config.eos is not None and config.eos < 0:
-        raise ConfigError(message("got numbers out of range.", [f"--eos {config.eos}: the id of a token"]))
     sizes, codec, _ = _open(config)
     axes = {"tp": -1, **parse_axes(config.mesh)}
     shape = call_as(f"fsharding generate --mesh {config.mesh or 'tp=-1'}", make_shape, axes, world=world)

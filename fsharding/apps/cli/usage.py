@@ -42,6 +42,7 @@ _NUMBERS = (
     ("0 to 2**64 - 1", lambda x: 0 <= x < 2**64, "seed"),
     ("at least 0", lambda x: 0 <= x < math.inf, "temperature"),
     ("above 0, at most 1", lambda x: 0 < x <= 1, "top_p"),
+    ("the id of a token", lambda x: isinstance(x, str) or x >= 0, "eos"),  # text in `train`
 )
 _ARGUMENTS = ("path", "source")  # positional checkpoints
 _TEXT_PATHS = ("data", "val_data", "resume")  # a path, or another word
@@ -91,6 +92,10 @@ def check_values(command: str, config: Any) -> None:
     for axis in call_as(command, parse_axes, values.get("mesh", "")):
         if axis not in AXES:
             raise MeshError(report(f"{command} --mesh {values['mesh']} {unknown_axis(axis)}"))
+    layers = values.get("stage_layers", "")
+    if not all(part.strip().isdecimal() for part in layers.split(",") if part):
+        mend = "Write the layers of each stage, such as 3,5."
+        raise ConfigError(report(f"{command} cannot read --stage-layers {layers!r}.", mend=mend))
     _check_paths(command, values)
     wrong = [
         f"{option(name)} {values[name]}: {rule}"

@@ -36,6 +36,8 @@ from tests.helpers import slow
         ("train --out x --preset llama3", 2),
         ("train --out x --dtype bf16", 2),
         ("train --out x --log tensorbord", 2),
+        ("train --out x --stage-layers 3,x", 2),
+        ("generate . --eos=-1", 2),
         ("plan tiny --mesh data=2", 2),
         ("inspect nowhere", 2),
     ],
@@ -90,6 +92,7 @@ def test_a_verb_that_is_not_there(args: list[str], rule: str, near: str, capsys:
         ("reshard a b --mesh dpp=2", "MeshError: fsharding reshard --mesh dpp=2 got an unknown axis 'dpp'."),
         ("inspect nowhere", "fsharding inspect finds nothing at 1 of its paths.\n  nowhere\nCorrect them; relative "),
         ("generate . --model a --tokenizer b", "finds nothing at 2 of its paths.\n  --tokenizer b\n  --model a\n"),
+        ("generate . --eos=-1", "fsharding generate got numbers out of range.\n  --eos -1: the id of a token\n"),
         ("train --out x --data no --val-data nil", "ConfigError: fsharding train finds nothing at 2 of its paths.\n"),
     ],
 )
