@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.usage import option
-from fsharding.base.calls import call_as, public_name
+from fsharding.base.calls import call_as
 from fsharding.base.errors import ConfigError, did_you_mean, message, report
 from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import read_plain
@@ -28,24 +29,22 @@ OWN_OPTIONS = ("config", "print_config")  # no file has them
 _MOST_BYTES = 1 << 16
 
 
-def with_config_file(args: Sequence[str], command: str, config: type[Any]) -> list[str]:
-    """Insert the options of the `--config` file before those typed."""
-    if not args or args[0] != command:
-        return list(args)
+def with_config_file(args: Sequence[str]) -> list[str]:
+    """Insert the options of the `--config` file of `fsharding train` before those typed."""
     paths = [args[i + 1] for i, arg in enumerate(args[:-1]) if arg == "--config"]
     paths += [arg.partition("=")[2] for arg in args if arg.startswith("--config=")]
     if not paths:
         return list(args)
     if len(paths) > 1:
         text = f"got {len(paths)} files: {', '.join(paths)}."
-        raise ConfigError(report(f"fsharding {command} --config {text}", mend="Give one file."))
+        raise ConfigError(report(f"fsharding train --config {text}", mend="Give one file."))
     # By field: save_every for `--save-every=3`, and plot for `--no-plot`.
     typed = [arg[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for arg in args if arg.startswith("--")]
-    options = call_as(f"fsharding {command} --config", _read_options, Path(paths[0]), config)
-    return [command, *(arg for name, given in options.items() if name not in typed for arg in given), *args[1:]]
+    options = call_as("fsharding train --config", _read_options, Path(paths[0]))
+    return [*(arg for name, given in options.items() if name not in typed for arg in given), *args]
 
 
-def _read_options(path: Path, config: type[Any]) -> dict[str, list[str]]:
+def _read_options(path: Path) -> dict[str, list[str]]:
     """Return the arguments for each option in a file; `.toml` is TOML, everything else YAML."""
     check_local(path)
     try:
@@ -55,8 +54,8 @@ def _read_options(path: Path, config: type[Any]) -> dict[str, list[str]]:
         why = "it is too deep" if isinstance(error, RecursionError) else getattr(error, "strerror", None) or str(error)
         mend = "Give a file of YAML or TOML with one option a line; --print-config writes one."
         raise ConfigError(message(f"cannot read {path}.", [why], mend)) from error
-    hints = typing.get_type_hints(config)
-    known = [field.name for field in dataclasses.fields(config) if field.name not in OWN_OPTIONS]
+    hints = typing.get_type_hints(TrainConfig)
+    known = [name for name in hints if name not in OWN_OPTIONS]  # a list: keys of YAML need not be hashable
     result: dict[str, list[str]] = {}
     wrong: list[str] = []
     for key, value in pairs:
@@ -70,7 +69,7 @@ def _read_options(path: Path, config: type[Any]) -> dict[str, list[str]]:
         else:
             result[name] = given
     if wrong:
-        mend = f"Keys are the options of `{public_name().removesuffix(' --config')} --help`."
+        mend = "Keys are the options of `fsharding train --help`."
         raise ConfigError(message(f"cannot take all of {path}.", wrong, mend))
     return result
 
@@ -118,7 +117,7 @@ def _arguments(name: str, value: Any, hint: Any) -> list[str] | str:
     return [f"{typed}={value}"] if isinstance(value, taken) and not isinstance(value, bool) else _WORDS[kind]
 
 
-def config_text(config: Any) -> str:
+def config_text(config: TrainConfig) -> str:
     """Return a configuration as YAML for `--config`."""
     values = {k: v for k, v in dataclasses.asdict(config).items() if k not in OWN_OPTIONS}
     plain = {k: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for k, v in values.items()}

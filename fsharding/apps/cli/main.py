@@ -45,8 +45,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         sys.exit(2)
     status = 0
     try:
+        if verb == "train":
+            given = [verb, *with_config_file(given[1:])]
         if verb in VERBS:
-            given = with_config_file(given, "train", declared.TrainConfig)
             check_options(command, VERBS[verb], given[1:])
         elif verb and verb not in ("-h", "--help") and not verb.startswith("--tyro-"):  # the parser has these
             mend = f"Write one of {', '.join(VERBS)} first.{did_you_mean(verb, (*VERBS, '--help', '--version'))}"

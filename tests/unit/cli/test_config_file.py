@@ -14,7 +14,7 @@ from fsharding.base.errors import ConfigError
 
 
 def parsed(*args):
-    return tyro.cli(TrainConfig, args=with_config_file(["train", *map(str, args)], "train", TrainConfig)[1:])
+    return tyro.cli(TrainConfig, args=with_config_file([*map(str, args)]))
 
 
 def written(tmp_path, text, name="run.yaml"):
@@ -137,4 +137,10 @@ def test_paths_that_are_no_files(tmp_path):
         parsed("--config", tmp_path)
     with pytest.raises(ConfigError, match=r"got 2 files: a, b\.\nGive one file\."):
         parsed("--config", "a", "--config=b")
-    assert with_config_file(["plan", "--config", "a"], "train", TrainConfig) == ["plan", "--config", "a"]
+    assert with_config_file(["--out", "a"]) == ["--out", "a"]
+
+
+def test_other_verbs_have_no_file(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "tiny", "--config", str(tmp_path / "nowhere.yaml")])
+    assert "fsharding plan has no --config." in capsys.readouterr().err
