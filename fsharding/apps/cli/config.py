@@ -50,7 +50,12 @@ def check(config: TrainConfig, world: int) -> None:
     if config.resume:
         _check_resume(config, data)
         next(metrics_rows(config.metrics), None)  # an unreadable file is found before a rank starts
-    _check_out(config)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=config.out).close()  # a nameless file: nothing can remain
+    except OSError as error:
+        text = f"cannot write to --out {config.out}: {error.strerror}."
+        raise ConfigError(message(text, mend="Choose a writable directory.")) from error
 
 
 def _check_together(config: TrainConfig) -> None:
@@ -146,15 +151,6 @@ def _open(config: TrainConfig, option: str, source: str) -> Data:
         text = f"cannot embed {data.vocab_size} tokens of {source} in the {vocab} of --preset {config.preset}."
         raise ConfigError(message(text, mend="Choose a preset with a larger vocabulary, or different data."))
     return data
-
-
-def _check_out(config: TrainConfig) -> None:
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=config.out).close()  # a nameless file: nothing can remain
-    except OSError as error:
-        text = f"cannot write to --out {config.out}: {error.strerror}."
-        raise ConfigError(message(text, mend="Choose a writable directory.")) from error
 
 
 # Options that determine the rows of a step.

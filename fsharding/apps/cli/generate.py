@@ -69,7 +69,12 @@ def _generate(config: GenerateConfig) -> None:
     model = fs.models.decoder(sizes)
     prompt = codec.encode(config.prompt)
     # zero0: leaves sharded over data axes would be gathered at every token.
-    params = _load(path, fs.plan_layout(model, mesh, strategy=fs.zero(0)))
+    layout = fs.plan_layout(model, mesh, strategy=fs.zero(0))
+    if os.path.lexists(path / MANIFEST):
+        leaves = fs.checkpoint.load_leaves(path, "params", layout, cast=True)
+        params = fs.tree.unflatten(layout.structure, [leaves[leaf.path_in("params")] for leaf in layout.leaves])
+    else:
+        params = fs.hf.load(path, layout)
     shown = _Shown(codec, prompt, config.eos, quiet=config.json or own_rank() != 0)
     shown.print(config.prompt)
     began = time.perf_counter()
@@ -117,14 +122,6 @@ def _open(config: GenerateConfig) -> tuple[fs.models.DecoderConfig, Codec, Path]
     sizes = _model(config, noted, path)
     _check_leaves(path, manifest, sizes)
     return sizes, _text(config, noted["config"], sizes, path), path
-
-
-def _load(path: Path, layout: fs.Layout) -> Any:
-    """Load the parameters of a checkpoint, or of a Hugging Face directory."""
-    if not os.path.lexists(path / MANIFEST):
-        return fs.hf.load(path, layout)
-    leaves = fs.checkpoint.load_leaves(path, "params", layout, cast=True)
-    return fs.tree.unflatten(layout.structure, [leaves[leaf.path_in("params")] for leaf in layout.leaves])
 
 
 def _model(config: GenerateConfig, noted: dict[str, Any], path: Path) -> fs.models.DecoderConfig:
