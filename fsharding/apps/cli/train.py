@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -25,6 +24,7 @@ from fsharding.apps.cli import config as job
 from fsharding.apps.cli.metrics import Meter, Trackers, cut_rows, flops_per_token, metrics_rows, peak_flops, plot_loss
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.resume import Choice, batches_seen, changes, choose, is_damaged, lock_run, notes
+from fsharding.apps.cli.starting import tell
 from fsharding.apps.cli.usage import OPTIMIZERS, option
 from fsharding.base import devices
 from fsharding.base.errors import CheckpointError, RankError, printable, report
@@ -70,10 +70,9 @@ def _train(config: TrainConfig, watch: fs.preemption.Watch | None = None) -> boo
         state, data, validation, source, first = _begin(config, model, opt, held)
         if first < config.steps:
             # Read before any file changes: bad data must leave an earlier run intact.
-            shard = fs.data.Shard(*fs.data_rank_and_size(state.layout.mesh))
-            data.batch(first, shard)
+            _batch(data, first, state)
             if validation is not None:
-                validation.batch(0, shard)
+                _batch(validation, 0, state)
         step, validate = _functions(config, model, opt, state)
         longest_step = 0.0
         longest_save = fs.debug.state_bytes(state) / 1e8  # 100 MB/s until the first save
@@ -186,7 +185,7 @@ def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
     lines += [printable(f"  {row}") for row in changes(config, before, _TOLD_CHANGES)]
     if _is_own(config, path) and first and not config.metrics.exists():
         lines.append(printable(f"  {config.metrics} is gone: starting a new one"))
-    print("\n".join(lines), file=sys.stderr if config.json else sys.stdout, flush=True)
+    tell(config, "\n".join(lines))
 
 
 def _is_own(config: TrainConfig, path: Path | None) -> bool:
@@ -336,15 +335,12 @@ class _Log:
         self.config = config
         self.meter = meter
         self.file = held.enter_context(config.metrics.open("ab", buffering=0))
-        self.opened = os.fstat(self.file.fileno())
-        console = Console(stderr=config.json)
-        self.out = console.file
-        self.every = math.inf if console.is_terminal else config.log_every
+        self.console = Console(stderr=config.json)
         self.told = -math.inf
         self.val = ""
         self.progress = Progress(
             BarColumn(_BAR), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn(),
-            console=console, disable=not console.is_terminal,
+            console=self.console, disable=not self.console.is_terminal,
         )  # fmt: skip
         self.task = self.progress.add_task("train", total=config.steps, completed=first, text="")
         self.progress.start()
@@ -377,17 +373,17 @@ class _Log:
         said += [f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []
         said += [f"lr {lr:.2e}", f"peak {rates['peak_memory_bytes'] / 1e6:,.0f} MB"]
         count = f"{step}/{self.config.steps}"
-        if math.isinf(self.every):
+        if self.console.is_terminal:
             # Leaves space for bar, count and remaining time.
             self.progress.update(self.task, completed=step, text=_joined(said, _WIDTH - _BAR - len(count) - 11))
-        elif step == self.config.steps or time.monotonic() >= self.told + self.every:
+        elif step == self.config.steps or time.monotonic() >= self.told + self.config.log_every:
             self.told = time.monotonic()
-            print(_joined([f"step {count}", *said], _WIDTH), file=self.out, flush=True)
+            print(_joined([f"step {count}", *said], _WIDTH), file=self.console.file, flush=True)
 
     def _check_there(self) -> None:
         """Refuse to continue if the metrics file was removed or replaced."""
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self.config.metrics), self.opened):
+            if os.path.samestat(os.stat(self.config.metrics), os.fstat(self.file.fileno())):
                 return
         mend = "Start again in a directory that nothing else cleans; its checkpoints are gone as well."
         if self.config.checkpoints.exists():
@@ -411,11 +407,9 @@ class _Log:
         """Draw the plot, and print the last line of the run."""
         drawing = self.config.plot and not stopped  # a stopped run may not have the time
         undrawn = self._draw() if drawing else ""
-        steps = 0
-        loss = None
-        for row in metrics_rows(self.config.metrics):
-            steps += 1
-            loss = row["loss"]
+        losses = [row.get("loss") for row in metrics_rows(self.config.metrics)]
+        steps = len(losses)
+        loss = losses[-1] if losses else None
         self.progress.stop()
         if self.config.json:
             row = {"steps": steps, "loss": loss, "out": str(self.config.out)}
