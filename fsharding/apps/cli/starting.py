@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsharding.apps.cli.options import TrainConfig
 
-__all__ = ["hold", "hold_again", "quit_on_signals", "tell"]
+__all__ = ["hold", "quit_on_signals", "tell"]
 
 _NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _held = False
 
 
-def hold(args: Sequence[str]) -> None:
-    """Block signals for the rest of this process if the command is `train`."""
+def hold(args: Sequence[str] = ()) -> None:
+    """Block signals if the command of this process is `train`; a call without arguments blocks them again."""
     global _held
-    if args and args[0] == "train":
-        _held = True
+    _held = _held or "train" in args[:1]
+    if _held:
         signal.pthread_sigmask(signal.SIG_BLOCK, _NUMBERS)
 
 
@@ -39,12 +39,6 @@ def quit_on_signals(status: int) -> None:
     for number in _NUMBERS:
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NUMBERS)
-
-
-def hold_again() -> None:
-    """Block signals again where `hold` did: `preemption.watch` or the launcher unblocks them."""
-    if _held:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _NUMBERS)
 
 
 def tell(config: TrainConfig, text: str) -> None:

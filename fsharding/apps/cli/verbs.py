@@ -19,7 +19,7 @@ from fsharding.apps.cli.config import PRECISIONS, check, offloaded
 from fsharding.apps.cli.config_file import config_text
 from fsharding.apps.cli.doctor import run_doctor
 from fsharding.apps.cli.generate import check_generate, generate
-from fsharding.apps.cli.starting import hold_again, tell
+from fsharding.apps.cli.starting import hold, tell
 from fsharding.apps.cli.train import train
 from fsharding.base.calls import call_as
 from fsharding.base.errors import ConfigError, MeshError, RankError, message, printable, report
@@ -43,7 +43,7 @@ def run_train(config: declared.TrainConfig) -> int:
         return 0
     ranks = _ranks(config.ranks)
     check(config, ranks)
-    hold_again()
+    hold()  # `preemption.watch` or the launcher unblocks signals
     try:
         if under_launcher() or ranks == 1:
             return train(config)
