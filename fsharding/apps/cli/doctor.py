@@ -79,7 +79,7 @@ def run_doctor(config: DoctorConfig) -> int:
 # -------------------------------------------------------------------------------------------------------- this machine
 def _machine() -> Iterator[Finding]:
     yield Finding("python", f"{platform.python_version()}, {sys.executable}")
-    yield Finding("torch", f"{torch.__version__}, {_build()}")
+    yield Finding("torch", f"{torch.__version__}, {_build()} build")
     yield Finding("optree", metadata.version("optree"))
     yield Finding("fsharding", own_version())
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}, {socket.gethostname()}")
@@ -150,14 +150,14 @@ def _rate(begun: float) -> str:
 def _build() -> str:
     """Return the platform of this build of torch; the version may not show it."""
     if torch.version.hip:
-        return f"ROCm {torch.version.hip} build"
-    return f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
 
 
 def _devices() -> Iterator[Finding]:
     here = devices.accelerator()
     count = devices.device_count()
-    kinds = f"{count} x {devices.name_of(here)}, {_build().removesuffix(' build')}"
+    kinds = f"{count} x {devices.name_of(here)}, {_build()}"
     yield Finding("devices", kinds if count else "the CPU alone")
     needed = devices.backend_for(here)
     there = {name: dist.is_backend_available(name) for name in dict.fromkeys(("gloo", "nccl", needed)) if name}
