@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 __all__ = [
     "accelerator", "backend_for", "device_count", "is_capturing", "is_here", "missing_parts", "name_of", "new_event",
-    "new_graph", "new_stream", "on_stream", "peak_memory", "recording", "records_graphs", "synchronize",
+    "new_graph", "new_stream", "on_stream", "recording", "records_graphs", "synchronize",
 ]  # fmt: skip
 
 
@@ -63,11 +63,6 @@ def synchronize() -> None:
     here = accelerator()
     if here != "cpu" and getattr(torch.get_device_module(here), "is_initialized", lambda: True)():
         torch.accelerator.synchronize()
-
-
-def peak_memory(device_type: str) -> int | None:
-    """Return the peak bytes of tensors on the accelerator; None for a CPU."""
-    return torch.accelerator.max_memory_allocated() if is_here(device_type) else None
 
 
 # -------------------------------------------------------------------------------------------------------------- streams

@@ -55,11 +55,10 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = parse_json(line, values=_MOST_ENTRIES)
     except ValueError:
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) > 1 << 62:
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    result = cast("dict[str, Any]", row)
-    plain = all(isinstance(x, float | None) or (isinstance(x, int) and abs(x) < 1 << 62) for x in result.values())
-    return result if plain else None
+    plain = all(isinstance(x, float | None) or (isinstance(x, int) and abs(x) < 1 << 62) for x in row.values())
+    return row if plain else None
 
 
 def cut_rows(path: Path, last: int) -> None:
@@ -207,8 +206,8 @@ def peak_flops(device: str, dtype: torch.dtype) -> float | None:
 
 def peak_memory(device_type: str) -> int:
     """Return the most bytes that this process has used: allocated on an accelerator, resident on a CPU."""
-    if (allocated := devices.peak_memory(device_type)) is not None:
-        return allocated
+    if devices.is_here(device_type):
+        return torch.accelerator.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
