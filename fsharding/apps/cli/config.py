@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import fsharding as fs
 from fsharding.apps.cli.documents import is_table, open_documents, open_encoder, require
@@ -23,11 +23,8 @@ from fsharding.sharding.memory_kinds import parse_memory
 from fsharding.sharding.strategy import STRATEGIES
 
 __all__ = [
-    "PRECISIONS", "Data", "Swap", "check", "model_of", "offloaded", "open_data_of", "parse_swaps", "schedule_of",
-    "stages",
+    "PRECISIONS", "Swap", "check", "model_of", "offloaded", "open_data_of", "parse_swaps", "schedule_of", "stages",
 ]  # fmt: skip
-
-Data: TypeAlias = "fs.data.Tokens | fs.data.Packed"
 
 PRECISIONS = {
     "float32": fs.FP32, "bfloat16": fs.BF16, "float16": fs.FP16, "fp8": fs.FP8, "fp8-block": fs.FP8_BLOCK,
@@ -124,13 +121,13 @@ def _check_mesh(config: TrainConfig, text: str, world: int) -> None:
         raise BatchError(message(text, mend=f"Use a multiple of {step}, such as --batch {near}."))
 
 
-def open_data_of(config: TrainConfig) -> tuple[Data, Data | None]:
+def open_data_of(config: TrainConfig) -> tuple[fs.data.Data, fs.data.Data | None]:
     """Open the data of a run, and its validation data if any."""
     data = _open(config, "--data", config.data)
     return data, _open(config, "--val-data", config.val_data) if config.val_data else None
 
 
-def _open(config: TrainConfig, option: str, source: str) -> Data:
+def _open(config: TrainConfig, option: str, source: str) -> fs.data.Data:
     """Open rows at random places of bytes or tokens; with a tokenizer, packed documents."""
     sizes: dict[str, Any] = {"batch_size": config.batch, "seq_len": config.seq, "seed": config.seed}
     if config.tokenizer is None:
@@ -157,7 +154,7 @@ def _open(config: TrainConfig, option: str, source: str) -> Data:
 _OF_DATA = ("data", "tokenizer", "text_column", "eos", "documents", "batch", "seq", "seed")
 
 
-def _check_resume(config: TrainConfig, data: Data) -> None:
+def _check_resume(config: TrainConfig, data: fs.data.Data) -> None:
     newest = choose(config.resume, config.checkpoints).path
     if newest is None:
         return

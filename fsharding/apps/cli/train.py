@@ -133,7 +133,7 @@ def _margin(step: float, save: float) -> timedelta:
 # ------------------------------------------------------------------------------------------------- start and resume
 def _begin(
     config: TrainConfig, model: fs.models.Model, opt: fs.optim.GradientTransformation, held: ExitStack
-) -> tuple[fs.TrainState, job.Data, job.Data | None, Path | None, int]:
+) -> tuple[fs.TrainState, fs.data.Data, fs.data.Data | None, Path | None, int]:
     """Return the first state, the data and validation data, the checkpoint to resume from, and the batches it saw."""
     # The directory stays locked until `held` ends.
     skip: set[Path] = set()
@@ -162,7 +162,7 @@ def _begin(
             skip.add(choice.path)
 
 
-def _position(data: job.Data) -> fs.data.Packed | None:
+def _position(data: fs.data.Data) -> fs.data.Packed | None:
     """Return data whose position must be saved; it doesn't follow from the step."""
     return data if isinstance(data, fs.data.Packed) else None
 
@@ -200,7 +200,7 @@ _OWN = {
 }  # fmt: skip
 
 
-def _agree(config: TrainConfig, data: job.Data, validation: job.Data | None, mesh: Any, choice: Choice) -> None:
+def _agree(config: TrainConfig, data: fs.data.Data, validation: fs.data.Data | None, mesh: Any, choice: Choice) -> None:
     """Refuse ranks that were started with different options, or that see different data or checkpoints."""
     facts = {option(name): text for name, text in config.texts.items() if name not in _OWN}
     facts["fingerprint of --data"] = data.fingerprint()
@@ -241,7 +241,7 @@ def _functions(
     return step, fs.evaluate(model, microbatches=many, schedule=schedule)
 
 
-def _validation_loss(config: TrainConfig, validate: Evaluate, state: fs.TrainState, data: job.Data) -> float:
+def _validation_loss(config: TrainConfig, validate: Evaluate, state: fs.TrainState, data: fs.data.Data) -> float:
     """Return the mean loss of the first `val_batches` batches. Collective; forward only."""
     total = 0.0
     count = 0.0
@@ -252,14 +252,14 @@ def _validation_loss(config: TrainConfig, validate: Evaluate, state: fs.TrainSta
     return total / count if count else math.nan
 
 
-def _batch(data: job.Data, number: int, state: fs.TrainState) -> dict[str, torch.Tensor]:
+def _batch(data: fs.data.Data, number: int, state: fs.TrainState) -> dict[str, torch.Tensor]:
     """Return this rank's rows of a global batch, on its device."""
     mesh: Any = state.layout.mesh
     batch = fs.ops.cut_sequence(data.batch(number, fs.data.Shard(*fs.data_rank_and_size(mesh))), mesh=mesh)
     return {name: values.to(mesh.device_type) for name, values in batch.items()}
 
 
-def _save(config: TrainConfig, state: fs.TrainState, data: job.Data, batches: int) -> None:
+def _save(config: TrainConfig, state: fs.TrainState, data: fs.data.Data, batches: int) -> None:
     """Save under the number of batches seen; steps that a loss scale skipped count."""
     extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": config.texts}
     keeper = fs.checkpoint.Checkpointer(config.checkpoints, keep=config.keep, background=False, data=_position(data))
