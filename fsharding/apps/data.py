@@ -360,12 +360,14 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         """
         if step < 0:
             raise DataError(message(f"got step {step}.", mend="Steps count from 0."))
-        shard.rows(self.batch_size)  # raises before anything is read
+        rows = shard.rows(self.batch_size)  # raises before anything is read
         place = max((place for place in self._places if place.step <= step), key=lambda place: place.step)
         while place.step < step:
-            _, place = self._read(place, None)
-        batch, self._next = self._read(place, shard)
-        return batch
+            *_, place = self._read(place)
+        window, owners, self._next = self._read(place)
+        at_BT = np.arange(rows.start, rows.stop)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        owner_BT = owners[at_BT]
+        return _split(window[at_BT], owner_BT - owner_BT[:, :1] if self.boundaries else None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch, for a checkpoint: a few numbers, and a hash of their data."""
@@ -410,18 +412,13 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         facts = {**self._facts, "boundaries": self.boundaries}
         return hashlib.sha256(json.dumps(["fsharding-packed-1", facts]).encode()).hexdigest()[:16]
 
-    def _read(self, place: _Place, shard: Shard | None) -> tuple[dict[str, torch.Tensor], _Place]:
-        """Return the batch at a place, empty without a shard, and the place of the next one."""
+    def _read(self, place: _Place) -> tuple[Ids, Ids, _Place]:
+        """Return the ids of the batch at a place, the document of each id, and the place of the next batch."""
         reading = self._reading.pop(place, None) or self._batches(place)  # a generator that raised is finished
         window, owners, after = next(reading)
         self._reading = {after: reading}
         self._places = [self._start, place, after]
-        if shard is None:
-            return {}, after
-        rows = shard.rows(self.batch_size)
-        at_BT = np.arange(rows.start, rows.stop)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        owner_BT = owners[at_BT]
-        return _split(window[at_BT], owner_BT - owner_BT[:, :1] if self.boundaries else None), after
+        return window, owners, after
 
     def _batches(self, place: _Place) -> Iterator[tuple[Ids, Ids, _Place]]:
         """Yield the ids of each batch from a place on, the document of each id, and the place of the next batch."""

@@ -67,9 +67,7 @@ def test_a_run_that_goes_on_has_the_losses_of_one_that_never_stopped(config, fol
     assert checkpoint.metadata(parts.checkpoints / "4").data["all"]["step"] == 4
     places = []
     read = Packed._read
-    monkeypatch.setattr(
-        Packed, "_read", lambda data, place, shard: [places.append(place.step), read(data, place, shard)][1]
-    )
+    monkeypatch.setattr(Packed, "_read", lambda data, place: [places.append(place.step), read(data, place)][1])
     resumed = replace(parts, resume="auto")
     train(resumed)
     rows = [(row["loss"], row.get("val_loss")) for row in read_metrics(parts.metrics)]
