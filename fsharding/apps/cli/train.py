@@ -67,7 +67,7 @@ def _train(config: TrainConfig, watch: fs.preemption.Watch | None = None) -> boo
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(config.clip), _optimizer(config, chosen.weight_decay, schedule))
     swaps = {swap.step: swap for swap in job.parse_swaps(config.swap_at)}
     with ExitStack() as held:
-        state, data, validation, source, first = _begin(config, model, opt, held)
+        state, data, validation, first, saved = _begin(config, model, opt, held)
         if first < config.steps:
             # Read before any file changes: bad data must leave an earlier run intact.
             _batch(data, first, state)
@@ -78,10 +78,9 @@ def _train(config: TrainConfig, watch: fs.preemption.Watch | None = None) -> boo
         longest_save = fs.debug.state_bytes(state) / 1e8  # 100 MB/s until the first save
         watch.margin = _margin(longest_step, longest_save)
         done = first
-        saved = first if _is_own(config, source) else -1
         stopped = fs.preemption.requested(state.layout.mesh)
         # No rank saves before the files of an earlier run are gone.
-        on_all(lambda: _set_aside(config, source, first) if own_rank() == 0 else None)
+        on_all(lambda: _set_aside(config, saved) if own_rank() == 0 else None)
         log = _Log(config, first, _meter(config, state), held) if own_rank() == 0 else None
         while done < config.steps and not stopped:
             began = time.perf_counter()
@@ -133,8 +132,8 @@ def _margin(step: float, save: float) -> timedelta:
 # ------------------------------------------------------------------------------------------------- start and resume
 def _begin(
     config: TrainConfig, model: fs.models.Model, opt: fs.optim.GradientTransformation, held: ExitStack
-) -> tuple[fs.TrainState, fs.data.Data, fs.data.Data | None, Path | None, int]:
-    """Return the first state, the data and validation data, the checkpoint to resume from, and the batches it saw."""
+) -> tuple[fs.TrainState, fs.data.Data, fs.data.Data | None, int, int]:
+    """Return the first state, the data and validation data, and the batches seen and saved: -1 if none in `out`."""
     # The directory stays locked until `held` ends.
     skip: set[Path] = set()
     locked = False
@@ -149,13 +148,14 @@ def _begin(
             locked = True
             if choose(config.resume, config.checkpoints, skip) != choice:
                 continue  # a run that was ending saved meanwhile
-        _tell(config, choice, first)
+        own = choice.path is not None and os.path.realpath(choice.path.parent) == os.path.realpath(config.checkpoints)
+        _tell(config, choice, first, own)
         if choice.path is None:
             state = fs.init_state(model, opt, fs.random.key(config.seed), layout)
-            return state, data, validation, None, 0
+            return state, data, validation, 0, -1
         try:
             state = fs.checkpoint.load(choice.path, layout, opt=opt, data=_position(data))
-            return state, data, validation, choice.path, first
+            return state, data, validation, first, first if own else -1
         except CheckpointError:
             if not config.resume_older or not is_damaged(choice.path):
                 raise
@@ -174,7 +174,7 @@ _TOLD_CHANGES = (
 )  # fmt: skip
 
 
-def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
+def _tell(config: TrainConfig, choice: Choice, first: int, own: bool) -> None:
     """Print the checkpoint of a resume, those skipped, and changed options."""
     if own_rank() != 0 or not config.resume:
         return
@@ -183,14 +183,9 @@ def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
     lines += [printable(f"  skipped {row}") for row in choice.passed]
     before = notes(fs.checkpoint.metadata(path))["config"] if path is not None else {}
     lines += [printable(f"  {row}") for row in changes(config, before, _TOLD_CHANGES)]
-    if _is_own(config, path) and first and not config.metrics.exists():
+    if own and first and not config.metrics.exists():
         lines.append(printable(f"  {config.metrics} is gone: starting a new one"))
     tell(config, "\n".join(lines))
-
-
-def _is_own(config: TrainConfig, path: Path | None) -> bool:
-    """Return whether a checkpoint is one of the run's own directory."""
-    return path is not None and os.path.realpath(path.parent) == os.path.realpath(config.checkpoints)
 
 
 # Options that ranks on several machines may have each of their own.
@@ -449,13 +444,13 @@ def _writing(path: Path) -> Generator[None]:
         raise CheckpointError(report(f"fsharding train {rule}", mend=mend)) from error
 
 
-def _set_aside(config: TrainConfig, source: Path | None, first: int) -> None:
-    """Move files of an earlier run, or of steps after the one to resume from, to `out/earlier-N`."""
+def _set_aside(config: TrainConfig, saved: int) -> None:
+    """Move files of an earlier run, or of steps after those that this run has saved, to `out/earlier-N`."""
     with _writing(config.out):
-        if _is_own(config, source):
-            # Move checkpoints newer than `source` too: the newest must belong to this run.
-            left = [one.path for one in survey(config.checkpoints) if one.number > first]
-            cut_rows(config.metrics, first)
+        if saved >= 0:
+            # The newest checkpoint must belong to this run.
+            left = [one.path for one in survey(config.checkpoints) if one.number > saved]
+            cut_rows(config.metrics, saved)
         else:
             left = [config.out / name for name in _FILES if (config.out / name).exists()]
         if left:
