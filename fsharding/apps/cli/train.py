@@ -448,8 +448,12 @@ def _set_aside(config: TrainConfig, saved: int) -> None:
     """Move files of an earlier run, or of steps after those that this run has saved, to `out/earlier-N`."""
     with _writing(config.out):
         if saved >= 0:
-            # The newest checkpoint must belong to this run.
-            left = [one.path for one in survey(config.checkpoints) if one.number > saved]
+            # The newest checkpoint must belong to this run. The number of a complete one lacks skipped steps.
+            left = [
+                one.path
+                for one in survey(config.checkpoints)
+                if (one.number if one.problem else batches_seen(one.path)) > saved
+            ]
             cut_rows(config.metrics, saved)
         else:
             left = [config.out / name for name in _FILES if (config.out / name).exists()]

@@ -51,6 +51,16 @@ def test_batches_that_a_loss_scale_skips_are_not_seen_again(config, tmp_path):
     assert ran(replace(parts, resume="newest")) == found
 
 
+def test_later_checkpoints_are_set_aside_though_they_have_no_more_updates(config):
+    whole = replace(config, dtype="float16", lr=1e-2, save_every=2)
+    ran(whole)
+    assert checkpoint.metadata(whole.checkpoints / "6").step < 4, "the first steps overflow"
+    ran(replace(whole, resume="4", steps=5))
+    assert sorted(path.name for path in whole.checkpoints.iterdir()) == ["2", "4", "5"]
+    assert sorted(path.name for path in (whole.out / "earlier-1").iterdir()) == ["6", "8"]
+    assert checkpoint.latest(whole.checkpoints).name == "5"
+
+
 @slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_loss_that_is_not_finite_ends_the_run(config, dtype):
