@@ -218,9 +218,9 @@ def _trouble(name: str, value: str) -> tuple[str, str]:
         return "A launcher sets it: commands in this shell run as one rank of many.", f"unset {name}"
     if name in _INTERFACES:
         there = [interface for _, interface in socket.if_nameindex()]
-        # NCCL accepts prefixes, lists, and ^ to exclude.
-        plain = name.startswith("GLOO") or not set("^=,") & set(value)
-        if plain and not any(interface.startswith(value) for interface in there):
+        # Both accept prefixes and lists. NCCL also accepts = and ^, and needs only one of a list.
+        wanted = [] if name.startswith("NCCL") and set("^=,") & set(value) else value.split(",")
+        if not all(any(interface.startswith(prefix) for interface in there) for prefix in wanted):
             return f"No such interface; found {', '.join(there)}.", f"unset {name}"
     if name == "MASTER_ADDR":
         try:

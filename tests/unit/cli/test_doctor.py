@@ -58,6 +58,8 @@ def test_variables_left_from_a_launcher_and_interfaces_that_are_not_there(monkey
     assert found["RANK"].wrong.startswith("A launcher sets it") and found["RANK"].mend == "unset RANK"
     assert found["GLOO_SOCKET_IFNAME"].wrong.startswith("No such interface; found lo")
     assert not found["NCCL_SOCKET_IFNAME"].wrong and found["NCCL_DEBUG"] == Finding("NCCL_DEBUG", "INFO")
+    for value, wrong in (("lo,lo", False), ("l", False), ("lo,nope0", True), ("^lo", True)):
+        assert bool(doctor._trouble("GLOO_SOCKET_IFNAME", value)[0]) == wrong, value
 
 
 def test_why_ranks_send_instead_of_sharing(monkeypatch):
