@@ -108,7 +108,7 @@ def _arguments(name: str, value: Any, hint: Any) -> list[str] | str:
         return [f"{typed}={x}" for x in items] if all(isinstance(x, str) for x in items) else "text or a list of it"
     if get_origin(kind) is Literal:
         return [f"{typed}={value}"] if value in get_args(kind) else f"one of {', '.join(get_args(kind))}"
-    if isinstance(value, datetime.datetime):  # a deadline
+    if isinstance(value, datetime.date):  # a deadline, with or without a time
         value = value.isoformat()
     if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
         with suppress(ValueError):

@@ -71,6 +71,10 @@ def test_a_printed_configuration_reads_back_to_the_same(changed, tmp_path):
     assert parsed("--config", path) == replace(config, config=path)
 
 
+def test_a_deadline_may_be_a_date(tmp_path):
+    assert parsed("--out", "a", "--config", written(tmp_path, "deadline: 2030-01-31")).deadline == "2030-01-31"
+
+
 def test_print_config_prints_and_changes_nothing(tmp_path, capsys):
     path = written(tmp_path, "steps: 7\nseed: 3\n")
     with pytest.raises(SystemExit, match="0"):
