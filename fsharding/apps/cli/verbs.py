@@ -77,15 +77,16 @@ def run_generate(config: declared.GenerateConfig) -> int:
 
 def _ranks(asked: int | None) -> int:
     """Return the number of ranks: the launcher's, or `--ranks`."""
-    world = os.environ["WORLD_SIZE"] if under_launcher() else ""
-    if world and not world.isdigit():
-        text = f"got WORLD_SIZE={world!r} from a launcher."
-        raise ConfigError(message(text, mend="Unset RANK and WORLD_SIZE, or start with torchrun."))
-    started = int(world) if world else None
-    if started is not None and asked not in (None, started):
-        text = f"got --ranks {asked}, but a launcher started {started} ranks."
-        raise ConfigError(message(text, mend="Omit --ranks under torchrun."))
-    ranks = started or (1 if asked is None else asked)
+    ranks = 1 if asked is None else asked
+    if under_launcher():
+        world = os.environ["WORLD_SIZE"]
+        if not world.isdecimal():
+            mend = "Unset RANK and WORLD_SIZE, or start with torchrun."
+            raise ConfigError(message(f"got WORLD_SIZE={world!r} from a launcher.", mend=mend))
+        ranks = int(world)
+        if asked not in (None, ranks):
+            text = f"got --ranks {asked}, but a launcher started {ranks} ranks."
+            raise ConfigError(message(text, mend="Omit --ranks under torchrun."))
     if ranks < 1:
         raise ConfigError(message(f"got --ranks {ranks}.", mend="Start at least one rank."))
     return ranks

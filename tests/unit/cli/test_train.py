@@ -154,12 +154,13 @@ def test_a_run_without_matplotlib_trains_and_says_that_no_plot_was_drawn(config,
     assert not (config.out / "loss.png").exists() and len(losses(config)) == 1
 
 
-def test_a_world_size_that_is_no_number(monkeypatch, config, capsys):
+@pytest.mark.parametrize("size", ["x", ""])
+def test_a_world_size_that_is_no_number(size, monkeypatch, config, capsys):
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "x")
+    monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--out", str(config.out)])
-    assert "got WORLD_SIZE='x' from a launcher." in capsys.readouterr().err
+    assert f"got WORLD_SIZE={size!r} from a launcher." in capsys.readouterr().err
 
 
 def test_a_timeout_that_no_clock_has(config):
