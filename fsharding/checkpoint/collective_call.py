@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fsharding.base.errors import CheckpointError, FshardingError, message
 from fsharding.checkpoint.background import watched
+from fsharding.mesh.consistency import digest
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import among
 
@@ -52,13 +53,14 @@ def on_all(work: Callable[[], Own], group: dist.ProcessGroup | None = None) -> O
 
 
 def agreed(
-    work: Callable[[], tuple[Own, str]],
+    work: Callable[[], Own],
+    facts: Callable[[Own], object],
     rule: str = "got different things on different ranks.",
     row: str = "has a different path, config, or leaves",
     group: dist.ProcessGroup | None = None,
 ) -> Own:
-    """Run `work` on every rank, and refuse ranks whose answers differ. Collective."""
-    own, seen = together(work, group)
+    """Run `work` on every rank, and refuse ranks that find other facts in its result. Collective."""
+    own, seen = together(lambda: (own := work(), digest(repr(facts(own)))), group)
     if rows := [f"rank {r} {row} than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]:
         raise CheckpointError(message(rule, rows))
     return own

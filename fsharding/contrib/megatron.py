@@ -6,7 +6,6 @@ Guarantee: a rank reads only its boxes; a round trip is bitwise equal; a save is
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -162,14 +161,15 @@ def _load(
     refuse_others(config)
     wants = main_wants(layout)
 
-    def look() -> tuple[tuple[Opened, dict[str, list[Piece]]], str]:
+    def look() -> tuple[Opened, dict[str, list[Piece]]]:
         opened = open_directory(path)
         if opened.flat and not strict:
             opened.tensors.pop(MAIN, None)
         kinds = ("exp_avg", "exp_avg_sq") if moments else ()
-        return (opened, _compare(opened, config, layout, strict=strict, moments=kinds)), opened.digest()
+        return opened, _compare(opened, config, layout, strict=strict, moments=kinds)
 
-    opened, pieces = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
+    rule = f"finds {path} different on different ranks."
+    opened, pieces = agreed(look, lambda found: found[0].seen(), rule, "sees other tensors")
     leaves = {name: want.empty() for name, want in wants.items()}
 
     def fill() -> None:
@@ -358,13 +358,12 @@ def save(
         raise ConfigError(message("cannot describe this decoder by arguments of Megatron.", rows, mend))
     choice = _Choice(format, dtype, vocab_multiple, transformer_impl, settings, samples)
 
-    def plan() -> tuple[tuple[Path, list[_Kind], dict[str, list[Piece]]], str]:
-        target, kinds, pieces = _plan(path, state, config, choice)
-        facts = str(target), choice, len(kinds), config, [(leaf, own) for leaf, own in pieces.items()]
-        return (target, kinds, pieces), hashlib.sha256(repr(facts).encode()).hexdigest()
+    def facts(plan: tuple[Path, list[_Kind], dict[str, list[Piece]]]) -> object:
+        target, kinds, pieces = plan
+        return str(target), choice, len(kinds), config, [*pieces.items()]
 
     group = own_group(timeout, "export")
-    target, kinds, pieces = agreed(plan, group=group)
+    target, kinds, pieces = agreed(lambda: _plan(path, state, config, choice), facts, group=group)
     step = int(state.step)
     partial = partial_of(target)
     common = _common_state(config, step, choice, has_moments=len(kinds) > 1)

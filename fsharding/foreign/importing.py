@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import partial
 from typing import Any, Literal
 
@@ -72,13 +71,9 @@ def load_weights(
     check_local(path)
     wants = main_wants(like) if isinstance(like, Layout) else _of_tree(like)
     structure = like.structure if isinstance(like, Layout) else tree.flatten(like)[1]
-
-    # Ranks compare digests of the names, shapes and dtypes that they see: if one differs, all raise, and none hangs.
-    def look() -> tuple[Weights, str]:
-        weights = weights_at(path, prefix)
-        return weights, hashlib.sha256(repr(sorted(weights.leaves.items())).encode()).hexdigest()
-
-    weights = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
+    # Ranks compare the names, shapes and dtypes that they see: if one differs, all raise, and none hangs.
+    rule = f"finds {path} different on different ranks."
+    weights = agreed(lambda: weights_at(path, prefix), lambda x: sorted(x.leaves.items()), rule, "sees other tensors")
     named = _compare(weights, wants, names, prefix, cast=cast, strict=extra == "refuse")
     # Leaf by leaf: a leaf that is kept off the device needs memory to be read into only until it is there.
     read = on_all(lambda: [read_leaf(weights, named[path], want.empty()) for path, want in wants.items()])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import math
 import os
@@ -143,14 +142,14 @@ def save(
     check_path("a path, then a TrainState", path, "fs.hf.save(path, state, config)")
     group = own_group(timeout, "export")
 
-    def plan() -> tuple[_Job, str]:
+    def plan() -> _Job:
         job = _plan(path, params, config, layout, names, dtype, format, max_file_bytes)
         if own_rank() == 0 and job.coding is not None:
             job.coding.warn_of_edges()
-        return job, job.digest()
+        return job
 
     # Nothing is written until all ranks have the same job: each then computes the offset of every box by itself.
-    job = agreed(plan, group=group)
+    job = agreed(plan, _Job.facts, group=group)
     if (coding := job.coding) is not None:
         on_all(lambda: coding.measure(job.own_boxes()), group)
         coding.exchange(next((leaf.local.device for leaf in job.leaves.values()), torch.device("cpu")))
@@ -174,10 +173,9 @@ class _Job:
     pieces: dict[str, list[Piece]]  # of each leaf
     coding: Coding | None  # of the quantized tensors, if any
 
-    def digest(self) -> str:
-        """Hash everything that must be equal on all ranks."""
-        facts = str(self.target), self.texts, self.tensors, [(file.name, file.offsets) for file in self.files]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+    def facts(self) -> object:
+        """Return everything that must be equal on all ranks."""
+        return str(self.target), self.texts, self.tensors, [(file.name, file.offsets) for file in self.files]
 
     @contextlib.contextmanager
     def begin(self) -> Generator[None]:
