@@ -13,9 +13,9 @@ import torch
 
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import open_plain, read_plain
+from fsharding.checkpoint.chunks import Place
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import METADATA
-from fsharding.checkpoint.reader import open_source
 from fsharding.checkpoint.torch_pickles import Global, Made, Pairs, TorchFile, torch_file
 from fsharding.contrib.megatron_names import EMBEDDING
 from fsharding.foreign.foreign_weights import Weights, weights_at
@@ -64,7 +64,8 @@ def open_directory(path: StrPath) -> Opened:
     """Find out which of the two formats is at a path, and which tensors."""
     folder = _latest(Path(path))
     mend = "Give a directory of torch_dist or fsdp_dtensor, such as iter_0000100."
-    weights = weights_at(folder, mend=mend)
+    others: dict[str, Place] = {}
+    weights = weights_at(folder, mend=mend, records=others)
     if weights.format != "dcp":
         raise CheckpointError(message(f"finds no Megatron checkpoint at {folder}.", mend=mend))
     fsdp = any(_MODEL.fullmatch(name) for name in weights.leaves)
@@ -81,7 +82,6 @@ def open_directory(path: StrPath) -> Opened:
     if rows:
         mend = "Give the checkpoint of one GPT model."
         raise CheckpointError(message(f"cannot use {folder} as Megatron's {result.format}.", rows, mend))
-    others = open_source(folder, None).records
     result.flat = _flat(result, [*weights.leaves, *others])
     entries = ("iteration", "args", "content_metadata")
     if os.path.lexists(folder / COMMON):

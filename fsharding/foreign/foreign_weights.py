@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fsharding.base.local_paths import check_local
 from fsharding.base.public import public
 from fsharding.base.untrusted import beside, open_plain, own_tree, parse_json, read_json
 from fsharding.checkpoint.byte_ranges import Range, copy_range, pread, shared
+from fsharding.checkpoint.chunks import Place
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import METADATA, is_plain_name, is_shape
 from fsharding.checkpoint.reader import open_source
@@ -138,15 +139,15 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
     return weights_at(path, prefix)
 
 
-def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
-    """Open weights like `open_weights`, in the name of a different public function."""
+def weights_at(path: StrPath, prefix: str = "", *, mend: str = "", records: dict[str, Place] | None = None) -> Weights:
+    """Open weights like `open_weights`, for another public function; `records` gets those of a DCP directory."""
     check_local(path)
     where = Path(path)
     try:
         where = _where(path)
         if not where.exists():
             raise Refusal("there is no such file or directory")
-        result = _directory(where) if where.is_dir() else open_file(where)
+        result = _directory(where, records) if where.is_dir() else open_file(where)
     except CheckpointError:
         raise
     except Refusal as refused:
@@ -155,9 +156,8 @@ def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
         raise Refusal(getattr(error, "strerror", None) or str(error)).worded(where) from error
     leaves = {name.removeprefix(prefix): leaf for name, leaf in result.leaves.items() if name.startswith(prefix)}
     unread = {name.removeprefix(prefix): why for name, why in result.unread.items() if name.startswith(prefix)}
-    reader = result.reader
-    return replace(
-        result, path=where, leaves=leaves, unread=unread, reader=lambda name, *part: reader(prefix + name, *part)
+    return Weights(
+        where, result.format, leaves, result.others, lambda name, *x: result.reader(prefix + name, *x), unread
     )
 
 
@@ -185,11 +185,11 @@ class Refusal(ValueError):
 
 
 # ----------------------------------------------------------------------------------------------------------- by content
-def _directory(folder: Path) -> Weights:
+def _directory(folder: Path, records: dict[str, Place] | None) -> Weights:
     names = sorted(os.listdir(folder))
     if os.path.lexists(folder / METADATA):
         parts = [name for name in names if name.endswith(".distcp")]
-        return _sharded(folder, parts, "dcp") or _dcp(folder)
+        return _sharded(folder, parts, "dcp") or _dcp(folder, {} if records is None else records)
     indices = [name for name in names if name.endswith(".index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
     if len(indices) == 1:
@@ -223,7 +223,7 @@ def open_file(file: Path) -> Weights:
             return _torch(real)
         case "safetensors":
             header = _header(real)
-            return _of_ranges(real, "safetensors", header.tensors, header.unread)
+            return _of_parts(real, "safetensors", _whole(real, header.tensors), header.unread)
         case "index":
             return open_index(file, table_of(file))
         case "pickle":
@@ -303,21 +303,31 @@ def _leads_out(folder: Path, name: object) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------------------- the formats
-def _of_ranges(
-    file: Path, kind: str, ranges: Mapping[str, Range], unread: Mapping[str, str], others: Sequence[str] = ()
+_Parts: TypeAlias = Mapping[Box, tuple[Path, Range]]
+"""The parts of a tensor in files, by the box of each."""
+
+
+def _of_parts(
+    path: Path, kind: str, parts: Mapping[str, _Parts], unread: Mapping[str, str], others: Sequence[str] = ()
 ) -> Weights:
-    """Return weights of which each tensor is one range of a file."""
-    leaves = {name: LeafType(where.shape, where.dtype) for name, where in ranges.items()}
-    return Weights(file, kind, leaves, tuple(others), lambda name, *part: _read(file, ranges[name], *part), unread)
+    """Return weights of which each tensor is tiled by ranges of files."""
+
+    # The parts tile their tensor, so that every element of the box is in one.
+    def read(name: str, box: Box, out: Tensor) -> None:
+        for (file, where), there, here in shared(box, parts[name].items()):
+            with open_plain(file) as stream:
+                copy_range(where.part(there), out[here], functools.partial(pread, stream.fileno()))
+
+    leaves: dict[str, LeafType] = {}
+    for name, own in parts.items():
+        shape = tuple(max(stop for _, stop in dim) for dim in zip(*own, strict=True))
+        leaves[name] = LeafType(shape, next(iter(own.values()))[1].dtype)
+    return Weights(path, kind, leaves, tuple(others), read, unread)
 
 
-def _read(file: Path, source: Range, box: Box, out: Tensor) -> None:
-    _copy(file, source.part(boxes.relative(box, boxes.full(source.shape))), out)
-
-
-def _copy(file: Path, source: Range, out: Tensor) -> None:
-    with open_plain(file) as stream:
-        copy_range(source, out, functools.partial(pread, stream.fileno()))
+def _whole(file: Path, ranges: Mapping[str, Range]) -> dict[str, _Parts]:
+    """Return tensors of which each is one range of a file."""
+    return {name: {boxes.full(where.shape): (file, where)} for name, where in ranges.items()}
 
 
 def _header(file: Path) -> Header:
@@ -347,22 +357,14 @@ def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
                 raise ValueError(f"{name}: {leaf} has no valid saved_offsets")
             box = tuple((a, a + n) for a, n in zip(starts, where.shape, strict=True))
             found.setdefault(leaf, {}).setdefault(box, (file, where))
-    shapes = {
-        leaf: tuple(max(stop for _, stop in dim) for dim in zip(*parts, strict=True)) for leaf, parts in found.items()
-    }
-    rows = [row for leaf, parts in found.items() if (row := _not_whole(leaf, shapes[leaf], parts))]
+    result = _of_parts(folder, kind, found, unread)
+    rows = [row for leaf, parts in found.items() if (row := _not_whole(leaf, result.leaves[leaf].shape, parts))]
     if rows:
         raise Refusal(*rows, mend="Get all shards of one save, from every rank.", where=folder)
-
-    def read(leaf: str, box: Box, out: Tensor) -> None:
-        for (file, where), there, here in shared(box, found[leaf].items()):
-            _copy(file, where.part(there), out[here])
-
-    leaves = {leaf: LeafType(shape, next(iter(found[leaf].values()))[1].dtype) for leaf, shape in shapes.items()}
-    return Weights(folder, kind, leaves, (), read, unread) if names else None
+    return result if names else None
 
 
-def _not_whole(leaf: str, shape: tuple[int, ...], parts: Mapping[Box, tuple[Path, Range]]) -> str:
+def _not_whole(leaf: str, shape: tuple[int, ...], parts: _Parts) -> str:
     """Return why parts don't make one tensor; "" if they do."""
     volume = sum(map(boxes.volume, parts))
     if len({where.dtype for _, where in parts.values()}) > 1:
@@ -372,10 +374,11 @@ def _not_whole(leaf: str, shape: tuple[int, ...], parts: Mapping[Box, tuple[Path
     return "" if boxes.is_tiling(parts, shape) else f"{leaf}: its parts overlap"
 
 
-def _dcp(folder: Path) -> Weights:
+def _dcp(folder: Path, records: dict[str, Place]) -> Weights:
     """Open a DCP directory: leaves in chunks, and tensors inside of other values, such as tuples, which are pickled."""
     source = open_source(folder, None)
-    ranges: dict[str, tuple[Path, Range]] = {}
+    records |= source.records
+    ranges: dict[str, _Parts] = {}
     unread = dict(source.unread)
     others: list[str] = []
     for path, (name, start, length) in source.records.items():
@@ -387,14 +390,14 @@ def _dcp(folder: Path) -> Weights:
         others += [] if any(found.values()) else [path]
         for inner, x in found.items():
             if isinstance(x, Range) and inner not in source.leaves:
-                ranges[inner] = folder / name, x.moved(start)
+                ranges |= _whole(folder / name, {inner: x.moved(start)})
+    inside = _of_parts(folder, "dcp", ranges, unread, others)
 
     def read(leaf: str, box: Box, out: Tensor) -> None:
-        _read(*ranges[leaf], box, out) if leaf in ranges else source.read(leaf, box, out)
+        (inside.reader if leaf in ranges else source.read)(leaf, box, out)
 
     leaves = {path: leaf for path, leaf in source.leaves.items() if path not in unread}
-    leaves |= {leaf: LeafType(where.shape, where.dtype) for leaf, (_, where) in ranges.items()}
-    return Weights(folder, "dcp", leaves, tuple(others), read, unread)
+    return replace(inside, leaves={**leaves, **inside.leaves}, reader=read)
 
 
 def _in_record(file: Path, start: int, length: int, path: str) -> dict[str, Range | OddTensorError | None]:
@@ -418,19 +421,12 @@ def _torch(file: Path) -> Weights:
     if not isinstance(loaded.held, Pairs) and getattr(loaded.held, "kind", "") != _ORDERED:
         what = "a tensor" if entries and isinstance(entries[0][1], Range) and not entries[0][0] else "something else"
         raise ValueError(f"it holds {what}, not a state dict")
-    ranges: dict[str, Range] = {}
-    others: list[str] = []
-    unread: dict[str, str] = {}
-    for name, value in entries:
-        if isinstance(value, OddTensorError):
-            unread[name] = str(value)
-        elif value is None:
-            others.append(name)
-        elif name in ranges:
-            raise ValueError(f"two tensors have the name {name}")
-        else:
-            ranges[name] = value
-    return _of_ranges(file, "torch", ranges, unread, others)
+    found = [(name, x) for name, x in entries if isinstance(x, Range)]
+    ranges = dict(found)
+    if twice := [name for name, x in found if ranges[name] is not x]:
+        raise ValueError(f"two tensors have the name {twice[0]}")
+    unread = {name: str(x) for name, x in entries if isinstance(x, OddTensorError)}
+    return _of_parts(file, "torch", _whole(file, ranges), unread, [name for name, x in entries if x is None])
 
 
 def _entries(file: TorchFile, path: str = "") -> Iterator[tuple[str, Range | OddTensorError | None]]:
