@@ -22,7 +22,7 @@ from fsharding.sharding.named_sharding import LeafType
 
 __all__ = [
     "CONFIG_KEY", "CONFIG_LIMIT", "MEND", "SCALES", "Reader", "blocks_in", "blocks_of", "config_of_blocks", "decoded",
-    "touched_by", "why_not",
+    "start_of", "touched_by", "why_not",
 ]  # fmt: skip
 
 CONFIG_KEY = "quantization_config"
@@ -140,9 +140,14 @@ def _window(name: str, box: Box, shape: tuple[int, ...], blocks: Blocks, read: R
     touched = touched_by(box, shape, blocks)
     scales = torch.empty(boxes.shape_of(touched), dtype=torch.float32)
     read(name + SCALES, touched, scales)
-    start = (0, *(first for first, _ in box))[-2:]
     sizes = blocks.sizes(shape)
-    return codec.decode(codes.view(torch.uint8), Scales(scales), blocks, dtype, block=sizes, start=(start[0], start[1]))
+    return codec.decode(codes.view(torch.uint8), Scales(scales), blocks, dtype, block=sizes, start=start_of(box))
+
+
+def start_of(box: Box) -> tuple[int, int]:
+    """Return the first indices of a box in the last two dims."""
+    rows, columns = (0, *(first for first, _ in box))[-2:]
+    return rows, columns
 
 
 def touched_by(box: Box, shape: tuple[int, ...], blocks: Blocks) -> Box:

@@ -24,7 +24,7 @@ from fsharding.checkpoint.reader import Source, open_source
 from fsharding.checkpoint.state_leaves import BUFFERS
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.comm.redistribute import in_buckets
-from fsharding.foreign.fsdp2 import Item, Settings, plan_fsdp2
+from fsharding.foreign.fsdp2 import Item, Settings, params_in, plan_fsdp2
 from fsharding.foreign.name_map import Names, Piece, parts_by_leaf, written_constants
 from fsharding.foreign.safetensors_files import INDEX, SAFETENSORS, index_text, tensor_files
 from fsharding.sharding import boxes
@@ -139,13 +139,11 @@ def _plan(
     leaves: Source, names: Names, what: str, format: str, settings: Settings | None
 ) -> tuple[list[Item], dict[str, Any]]:
     """Return the tensors to write, in the order of the leaves, and values that aren't tensors."""
-    values: dict[str, Any] = {}
     if what == "fsdp2":
         result, values, rows = plan_fsdp2(leaves.leaves, names, settings)
-        prefix = "model."
     else:
-        result, rows = _taken(leaves, names, what, format)
-        prefix = ""
+        result, values, rows = _taken(leaves, names, what, format)
+    prefix = "model." if what == "fsdp2" else ""
     items: dict[str, Item] = {}
     for item in result:
         path, name = item.path, item.part.name
@@ -174,13 +172,9 @@ def _plan(
     return list(items.values()), values
 
 
-def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[Item], list[str]]:
-    """Return the tensors of the selected leaves, and a row for each leaf that cannot be named."""
-    wanted = {
-        path if what == "all" else path.removeprefix("params").removeprefix("."): path
-        for path in leaves.leaves
-        if what == "all" or path == "params" or path.startswith("params.")
-    }
+def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[Item], dict[str, Any], list[str]]:
+    """Return the tensors of the selected leaves, no other values, and a row for each leaf that cannot be named."""
+    wanted = {path: path for path in leaves.leaves} if what == "all" else params_in(leaves.leaves)
     rows: list[str] = []
     result: list[Item] = []
     for path, own in parts_by_leaf(names, {path: leaves.leaves[x].shape for path, x in wanted.items()}, rows).items():
@@ -188,7 +182,7 @@ def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[I
         if format == "safetensors" and leaf.dtype not in SAFETENSORS.values():
             rows.append(f"{path}: safetensors has no {leaf.dtype}")
         result += [Item(wanted[path], part, leaf.dtype) for part in own]
-    return result, rows
+    return result, {}, rows
 
 
 def _windows(leaves: Source, item: Item) -> Iterator[tuple[Box, Tensor]]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsharding.foreign.name_map import Names, Piece, aliases_of, parts_by_leaf
+from fsharding.sharding.leaf_names import begins
 from fsharding.sharding.named_sharding import LeafType
 
-__all__ = ["Item", "Settings", "plan_fsdp2"]
+__all__ = ["Item", "Settings", "params_in", "plan_fsdp2"]
 
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Settings of a torch optimizer: of its only parameter group, or of each, with parameter names under `params`."""
@@ -43,12 +44,16 @@ class _Slot(NamedTuple):
     count: str  # path of the leaf with the step count
 
 
+def params_in(leaves: Iterable[str]) -> dict[str, str]:
+    """Map the paths of parameters in a layout to those in a state, which has these leaves."""
+    return {path.removeprefix("params").removeprefix("."): path for path in leaves if begins(path, "params")}
+
+
 def plan_fsdp2(
     leaves: Mapping[str, LeafType], names: Names, settings: Settings | None
 ) -> tuple[list[Item], dict[str, Any], list[str]]:
     """Return the tensors to write, values that aren't tensors, and a row for each leaf that FSDP2 has no place for."""
-    paths = [path for path in leaves if path == "params" or path.startswith("params.")]
-    params = {path.removeprefix("params").removeprefix("."): path for path in paths}
+    params = params_in(leaves)
     rows: list[str] = []
     named = parts_by_leaf(names, {path: leaves[saved].shape for path, saved in params.items()}, rows)
     slots = _slots(leaves, params, rows)

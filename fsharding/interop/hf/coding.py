@@ -17,7 +17,7 @@ from fsharding.base.errors import message
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.comm.codes import largest_of_ranks
 from fsharding.comm.redistribute import in_buckets
-from fsharding.foreign.coded_weights import SCALES, touched_by
+from fsharding.foreign.coded_weights import SCALES, start_of, touched_by
 from fsharding.foreign.name_map import Piece
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
@@ -71,7 +71,7 @@ class Coding:
             shape = self.shapes[name]
             for piece in pieces(box, torch.float32.itemsize):
                 values = x[boxes.relative(piece, box)]
-                found = codec.amaxes(values, self.format.sizes(shape), _start(piece))
+                found = codec.amaxes(values, self.format.sizes(shape), start_of(piece))
                 there = self._touched(name, piece)
                 there.copy_(torch.maximum(there, found.cpu()))
 
@@ -117,15 +117,9 @@ class Coding:
         """Quantize a box of a tensor to float8, on the device of the values."""
         scales = Scales(codec.scales_of(self._touched(name, box), self.format).blocks.to(x.device))
         block = self.format.sizes(self.shapes[name])
-        return codec.encode(x, scales, self.format, block=block, start=_start(box)).view(self.format.dtype)
+        return codec.encode(x, scales, self.format, block=block, start=start_of(box)).view(self.format.dtype)
 
     def _touched(self, name: str, box: Box) -> Tensor:
         """View the maxima of the blocks that a box of a tensor touches."""
         touched = touched_by(box, self.shapes[name], self.format)
         return self._amaxes[name][tuple(slice(*ends) for ends in touched)]
-
-
-def _start(box: Box) -> tuple[int, int]:
-    """First indices of a box in the last two dims."""
-    rows, columns = (0, *(first for first, _ in box))[-2:]
-    return rows, columns
