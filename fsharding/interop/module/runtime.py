@@ -329,23 +329,14 @@ class Run:
             weights = self._gather(number)
         buffers = {name: self.buffers[name] for name in engine.buffers[member].values() if name in self.buffers}
         seed, mesh = self._seed(), self._mesh
-        if unit.stack is None:
-            result, new = engine.run(member, weights, buffers, args, kwargs, seed, mesh)
-            self._keep(new)
-            return result
-        # `tensors` must not capture `self`: remat keeps it until backward, and a run holds all gathered weights.
-        rest: list[Any] = []
 
-        def tensors(weights: Any, buffers: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
-            # Only the tensors: remat can't return other values.
-            leaves, spec = tree.flatten(engine.run(member, weights, buffers, args, kwargs, seed, mesh))
-            rest[:] = [spec, [None if isinstance(x, Tensor) else x for x in leaves]]
-            return tuple(x for x in leaves if isinstance(x, Tensor))
+        # It must not capture `self`: remat keeps it until backward, and a run holds all gathered weights.
+        def run(weights: Any, buffers: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+            return engine.run(member, weights, buffers, args, kwargs, seed, mesh)
 
-        tensors.__name__ = member
-        found = iter(remat(tensors, policy=engine.plan.options.policy)(weights, buffers, args, kwargs))
-        spec, others = rest
-        result, new = tree.unflatten(spec, [next(found) if x is None else x for x in others])
+        run.__name__ = member
+        call = run if unit.stack is None else remat(run, policy=engine.plan.options.policy)
+        result, new = call(weights, buffers, args, kwargs)
         self._keep(new)
         return result
 
