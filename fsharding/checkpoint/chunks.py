@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharding.base.errors import CheckpointError, listed, message
-from fsharding.checkpoint.manifest import MANIFEST, METADATA, OTHER, Manifest, SavedFile, is_plain_name, is_shape
+from fsharding.checkpoint.manifest import MANIFEST, METADATA, OTHER, Manifest, SavedFile, is_shape
 from fsharding.checkpoint.torch_pickles import Made, Pairs, find_in, named, sizes_of, unpickled
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -141,7 +141,7 @@ def from_metadata(
         changed = {path: why for path, _, _, why in located if why and manifest is None}
         files = manifest.files if manifest else plain_files(folder)
         for path, _, place, _ in located:
-            if _is_named(place, files) and _is_inside(place, files):
+            if place.file in files and _is_inside(place, files):
                 records.setdefault(path, place)
         for path, entry in named(fields.get("state_dict_metadata")).items():
             if not isinstance(entry, Made) or entry.kind != _DCP + "TensorStorageMetadata":
@@ -267,7 +267,7 @@ def _checked(
             continue
         volume += boxes.volume(box)
         seen.add(tuple(a for a, _ in box))
-        if place is None or not _is_named(place, files):
+        if place is None or place.file not in files:  # which have plain names only
             rows.append(f"{path}: chunk {box} is in no file that the manifest names")
             continue
         if not _is_inside(place, files):
@@ -278,10 +278,6 @@ def _checked(
     elif not boxes.is_tiling([box for box, _ in places], leaf.shape):
         rows.append(f"{path}: its chunks overlap")
     return Stored(leaf, tuple(result))
-
-
-def _is_named(place: Place, files: Mapping[str, SavedFile]) -> bool:
-    return is_plain_name(place.file) and place.file in files
 
 
 def _is_inside(place: Place, files: Mapping[str, SavedFile]) -> bool:
