@@ -182,7 +182,7 @@ def plan_module(
             rows.append((name, parameter))
     twice = [f"{path}: {rows[0][0]}" for (path, s), rows in sources.items() if (path, not s) in sources]
     problems.add(ConfigError, "got two leaves at one path.", twice, _RENAME)
-    leaves = tuple(_leaf(path, rows, stacked) for (path, stacked), rows in sources.items())
+    leaves = tuple(_leaf(path, rows, stacked, names or {}) for (path, stacked), rows in sources.items())
     planned = [
         replace(unit, weights=tuple(Weight(name, *places[id(parameter)]) for name, parameter in named.items()))
         for unit, named in zip(result, uses, strict=True)
@@ -192,7 +192,7 @@ def plan_module(
     known = [leaf for leaf in leaves if is_sure or leaf.path in of_units]
     _check_names(known, names, None if general or not is_sure else leaves, problems)
     problems.refuse()
-    return Anatomy(_named(leaves, names), tuple(planned))
+    return Anatomy(leaves, tuple(planned))
 
 
 def _find_units(
@@ -303,10 +303,13 @@ def _type(parameter: nn.Parameter, stacked: bool) -> str:
     return text + frozen + ("" if stacked else ", tied")
 
 
-def _leaf(path: str, rows: Sequence[tuple[str, nn.Parameter]], stacked: bool) -> ModuleLeaf:
+def _leaf(path: str, rows: Sequence[tuple[str, nn.Parameter]], stacked: bool, table: NameTable) -> ModuleLeaf:
+    """Make a leaf, with the dim names of a table."""
     first = rows[0][1]
     shape = (len(rows), *first.shape) if stacked else tuple(first.shape)
-    names = (LAYERS, *(None,) * first.ndim) if stacked else (None,) * first.ndim
+    given = next((names for pattern, names in table.items() if fnmatchcase(path, pattern)), None)
+    inner = (None,) * first.ndim if given is None else given
+    names = (LAYERS, *inner) if stacked else tuple(inner)
     sources = tuple(name for name, _ in rows)
     return ModuleLeaf(path, shape, first.dtype, sources, stacked, first.requires_grad, names)
 
@@ -344,13 +347,3 @@ def shadowed(patterns: Iterable[str], paths: Sequence[str]) -> list[str]:
             rows.append(f"{pattern!r} is after {hides[0]!r}, which matches {fits[0]}")
         earlier.append(pattern)
     return rows
-
-
-def _named(leaves: tuple[ModuleLeaf, ...], table: NameTable | None) -> tuple[ModuleLeaf, ...]:
-    """Give the leaves the dim names of a table."""
-
-    def named(leaf: ModuleLeaf) -> ModuleLeaf:
-        given = next((names for pattern, names in (table or {}).items() if fnmatchcase(leaf.path, pattern)), None)
-        return leaf if given is None else replace(leaf, names=(*((LAYERS,) if leaf.stacked else ()), *given))
-
-    return tuple(map(named, leaves))
