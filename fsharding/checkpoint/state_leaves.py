@@ -31,7 +31,7 @@ from fsharding.train.state import TrainState, main_of
 
 __all__ = [
     "BUFFERS", "StateLeaf", "Want", "content", "device_of", "holders_of", "leaves_beside", "leaves_in", "main_wants",
-    "objections", "own_boxes", "saved_shardings", "shares",
+    "objections", "own_boxes", "saved_shardings", "shares", "stored_params",
 ]  # fmt: skip
 
 BUFFERS = "buffers."  # prefix of the paths of buffers; the rest, dots included, is the name
@@ -91,16 +91,22 @@ class Want(NamedTuple):
 
 def content(state: TrainState) -> dict[str, StateLeaf]:
     """Return every leaf of a state by path."""
-    layout = state.layout
-    flat = tree.flatten_up_to(layout.structure, main_of(state))
-    params = tree.flatten_up_to(layout.structure, state.params, ("the layout", "state.params"))
-    stored = [p if m is None else m for p, m in zip(params, flat, strict=True)]
-    paths = [*tree.paths(_beside(state)), *(leaf.path_in("params") for leaf in layout.leaves)]
+    leaves = state.layout.leaves
+    stored = tree.leaves(stored_params(state))
+    paths = [*tree.paths(_beside(state)), *(leaf.path_in("params") for leaf in leaves)]
     if twice := sorted(path for path, count in Counter(paths).items() if count > 1):
         mend = "Rename a key: keys with dots can make two paths equal."
         raise CheckpointError(message("found paths that name two leaves.", twice, mend))
-    named = {leaf.path_in("params"): _leaf(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)}
+    named = {leaf.path_in("params"): _leaf(x, leaf) for leaf, x in zip(leaves, stored, strict=True)}
     return leaves_beside(state) | named
+
+
+def stored_params(state: TrainState) -> Tree:
+    """Return the parameters that are written to files: main parameters, and frozen ones."""
+    structure = state.layout.structure
+    main = tree.flatten_up_to(structure, main_of(state))
+    params = tree.flatten_up_to(structure, state.params, ("the layout", "state.params"))
+    return tree.unflatten(structure, [p if m is None else m for p, m in zip(params, main, strict=True)])
 
 
 def leaves_beside(state: TrainState) -> dict[str, StateLeaf]:

@@ -24,7 +24,7 @@ from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.collective_call import agreed, on_all, write_together
 from fsharding.checkpoint.directory import StrPath, new_file, new_target, partial_of, partial_output, place
-from fsharding.checkpoint.state_leaves import StateLeaf, main_wants, own_boxes
+from fsharding.checkpoint.state_leaves import StateLeaf, main_wants, own_boxes, stored_params
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.contrib.megatron_args import arguments_of, contradictions, unsayable
@@ -41,7 +41,7 @@ from fsharding.contrib.megatron_names import (
 from fsharding.foreign.name_map import Piece, in_tensors
 from fsharding.interop.hf.comparison import unlike_decoders
 from fsharding.interop.hf.config_tables import decoder_config
-from fsharding.interop.hf.saving import shards_at_home, stored_params
+from fsharding.interop.hf.saving import shards_at_home
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig, decoder
@@ -52,6 +52,7 @@ from fsharding.optim.coded_moment import is_coded, moment_leaves
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.state import TrainState, state_from_params
+from fsharding.train.state_check import check_state
 
 __all__ = ["Saved", "load", "load_state", "save"]
 
@@ -427,6 +428,7 @@ def _plan(
         return {path: shards_at_home(path, x, homes[path], rows) for path, x in named if x is not None}
 
     core = choice.format == "torch_dist"
+    check_state(state)
     params = held(stored_params(state))
     kinds = [_Kind(str if core else "model.module.{}".format, params, choice.dtype)]
     if _adams_in(state.opt_state):

@@ -30,7 +30,7 @@ from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.byte_ranges import memory, pieces
 from fsharding.checkpoint.collective_call import agreed, on_all, write_together
 from fsharding.checkpoint.directory import StrPath, new_file, new_target, partial_of, partial_output, place
-from fsharding.checkpoint.state_leaves import StateLeaf, objections, own_boxes
+from fsharding.checkpoint.state_leaves import StateLeaf, objections, own_boxes, stored_params
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.foreign.name_map import Piece, in_tensors, written_constants
@@ -52,10 +52,10 @@ from fsharding.sharding.leaf_names import RESERVED
 from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import LeafType, hides_owners, home_of, local_of
 from fsharding.train.buffers import Buffers
-from fsharding.train.state import TrainState, main_of
+from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state
 
-__all__ = ["Saved", "save", "shards_at_home", "stored_params"]
+__all__ = ["Saved", "save", "shards_at_home"]
 
 
 @dataclass(frozen=True)
@@ -281,6 +281,7 @@ def _plan(
     target, rows = new_target(path)
     buffers: Buffers = {}
     if isinstance(params, TrainState):
+        check_state(params)
         layout, params, buffers = params.layout, stored_params(params), params.buffers
     entries, generation = _described(target, config, layout)
     wanted = None
@@ -338,14 +339,6 @@ def _coding(format: Blocks, layout: Layout | None) -> Coding:
         rule = f"got a format that {why}, which these files do not support."
         raise CheckpointError(message(rule, mend=f"{mend}, or only dtype=."))
     return Coding(format, KEEP if layout is None else layout.precision.keep)
-
-
-def stored_params(state: TrainState) -> Tree:
-    """Take the main parameters of a state, and its frozen parameters."""
-    check_state(state)
-    flat = tree.flatten_up_to(state.layout.structure, main_of(state))
-    params = tree.leaves(state.params)
-    return tree.unflatten(state.layout.structure, [p if m is None else m for p, m in zip(params, flat, strict=True)])
 
 
 def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) -> StateLeaf:
