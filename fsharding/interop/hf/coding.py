@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,12 @@ _BUCKET = 4 << 20  # block maxima that are all-reduced at once
 class Coding:
     """Block maxima of all quantized tensors of a save, and the values and scales computed with them."""
 
-    def __init__(self, format: Blocks, keep: tuple[str, ...] = KEEP) -> None:
-        """Start without tensors; leaves in `keep` aren't quantized."""
-        self.format = format
+    def __init__(self, format: Blocks | None, keep: tuple[str, ...] = KEEP) -> None:
+        """Start without tensors; leaves in `keep` aren't quantized, and without a format none are."""
+        self.format: Any = format
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the quantized tensors
         self._precision = Precision(gather=format, keep=keep)
-        self._block = "x".join(map(str, format.block))
+        self._block = "" if format is None else "x".join(map(str, format.block))
         self._amaxes: dict[str, Tensor] = {}
 
     def takes(self, path: str, shape: tuple[int, ...], piece: Piece) -> bool:

@@ -144,16 +144,16 @@ def save(
 
     def plan() -> _Job:
         job = _plan(path, params, config, layout, names, dtype, format, max_file_bytes)
-        if own_rank() == 0 and job.coding is not None:
+        if own_rank() == 0:
             job.coding.warn_of_edges()
         return job
 
     # Nothing is written until all ranks have the same job: each then computes the offset of every box by itself.
     job = agreed(plan, _Job.facts, group=group)
-    if (coding := job.coding) is not None:
-        on_all(lambda: coding.measure(job.own_boxes()), group)
-        coding.exchange(next((leaf.local.device for leaf in job.leaves.values()), torch.device("cpu")))
-        if rows := coding.not_finite():
+    if format is not None:
+        on_all(lambda: job.coding.measure(job.own_boxes()), group)
+        job.coding.exchange(next((leaf.local.device for leaf in job.leaves.values()), torch.device("cpu")))
+        if rows := job.coding.not_finite():
             mend = "Save an earlier state, or omit format=."
             raise CheckpointError(message(f"cannot write {job.target} in {format}.", rows, mend))
     write_together(job.target, job.begin, job.write, lambda _: place(job.target), group)
@@ -171,7 +171,7 @@ class _Job:
     files: list[TensorFile]
     leaves: dict[str, StateLeaf]  # this rank's shards, by path
     pieces: dict[str, list[Piece]]  # of each leaf
-    coding: Coding | None  # of the quantized tensors, if any
+    coding: Coding  # of the quantized tensors
 
     def facts(self) -> object:
         """Return everything that must be equal on all ranks."""
@@ -200,8 +200,7 @@ class _Job:
                 if name not in opened:
                     opened[name] = os.open(partial_of(self.target) / name, os.O_WRONLY | os.O_CLOEXEC)
                     stack.callback(os.close, opened[name])
-                coding = self.coding if self.coding is not None and tensor in self.coding.shapes else None
-                values = None if coding is None else functools.partial(coding.codes, tensor)
+                values = functools.partial(self.coding.codes, tensor) if tensor in self.coding.shapes else None
                 _write_box(opened[name], offset, self.tensors[tensor], box, x, values)
             for handle in opened.values():
                 os.fsync(handle)
@@ -214,16 +213,15 @@ class _Job:
 
     def _own_scales(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Yield the scales that this rank writes; tensors are dealt to ranks in turn."""
-        if self.coding is not None:
-            for name in [*self.coding.shapes][own_rank() :: world_size()]:
-                scales = self.coding.scales(name)
-                yield name + SCALES, boxes.full(tuple(scales.shape)), scales
+        for name in [*self.coding.shapes][own_rank() :: world_size()]:
+            scales = self.coding.scales(name)
+            yield name + SCALES, boxes.full(tuple(scales.shape)), scales
 
 
 class _Tensors:
     """Collects the tensors of a directory leaf by leaf, and in `rows` the problems."""
 
-    def __init__(self, dtype: torch.dtype | None, coding: Coding | None) -> None:
+    def __init__(self, dtype: torch.dtype | None, coding: Coding) -> None:
         self._dtype, self._coding = dtype, coding
         self.types: dict[str, LeafType] = {}
         self.pieces: dict[str, list[Piece]] = {}  # of each tensor that leaves are in
@@ -236,7 +234,7 @@ class _Tensors:
         self._check(path, dtype)
         for piece in pieces:
             own = dtype
-            if self._coding is not None and dtype.is_floating_point and self._coding.takes(path, leaf.shape, piece):
+            if dtype.is_floating_point and self._coding.takes(path, leaf.shape, piece):
                 own = self._coding.format.dtype
                 self._coding.add(piece.name, piece.shape)
             if piece.name == RESERVED:
@@ -257,10 +255,10 @@ class _Tensors:
     def describe(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Add the entries for the dtype and the quantization of the files to those of `config.json`."""
         result = {key: value for key, value in entries.items() if key not in ("torch_dtype", CONFIG_KEY)}
-        plain = [name for name in self.pieces if self._coding is None or name not in self._coding.shapes]
+        plain = [name for name in self.pieces if name not in self._coding.shapes]
         dtypes = {str(self.types[name].dtype).removeprefix("torch.") for name in plain}
         result |= {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}
-        if self._coding is not None:
+        if self._coding.format is not None:
             modules = [name.removesuffix(".weight") for name in plain if len(self.types[name].shape) > 1]
             result[CONFIG_KEY] = config_of_blocks(self._coding.format, sorted(modules, key=_natural))
         return result
@@ -288,7 +286,7 @@ def _plan(
     if names is None:
         meant = config_of(entries) if isinstance(config, Mapping) else decoder_config(config)
         names, wanted = names_of(meant), decoder(meant).init(random.key(0))
-    coding = None if format is None else _coding(format, layout)
+    coding = _coding(format, layout)
     homes = {} if layout is None else {leaf.path: leaf for leaf in layout.leaves}
     named = tree.named_leaves(params)
     leaves = {path: shards_at_home(path, x, homes.get(path), rows) for path, x in named.items()}
@@ -304,7 +302,7 @@ def _plan(
         leaves[name] = StateLeaf(tuple(buffer.shape), None, buffer)
         pieces[name] = list(pieces_of(name, buffer.shape))
     # After all leaves: a quantized tensor may have pieces in several leaves, and has one tensor of scales.
-    for name, info in ({} if coding is None else coding.infos()).items():
+    for name, info in coding.infos().items():
         tensors.add(name, info, "both a leaf and the scales of a different one")
     rows += [*misfits, *tensors.rows, *(f"{row}: pass the full state" for row in missing), *untiled(tensors.pieces)]
     if rows:
@@ -332,9 +330,9 @@ def _described(
     return entries, generation_of(config) or generation_of(made_of)
 
 
-def _coding(format: Blocks, layout: Layout | None) -> Coding:
+def _coding(format: Blocks | None, layout: Layout | None) -> Coding:
     """Start the quantization of a save, or refuse a format that these files don't support."""
-    if why := why_not(format):
+    if format is not None and (why := why_not(format)):
         mend = "Pass rectangular blocks of e4m3 with float32 scales, such as format=fs.formats.E4M3_128x128"
         rule = f"got a format that {why}, which these files do not support."
         raise CheckpointError(message(rule, mend=f"{mend}, or only dtype=."))
