@@ -45,7 +45,7 @@ class Range(NamedTuple):
         return 0 in self.shape or all(n == 1 or step == dense for n, step, dense in steps)
 
 
-class Window:
+class Window(io.IOBase):
     """A file for `zipfile` whose bytes are read on demand, with a limit for one read."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], length: int, most: int = 1 << 17) -> None:
@@ -53,10 +53,6 @@ class Window:
         self.length = length
         self.most = most
         self.at = 0
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self.at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Move to a position."""
