@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fsharding.base import _compat, _functorch
 from fsharding.base.errors import ConfigError, message
 from fsharding.sharding.leaf_names import joined
-from fsharding.sharding.leaf_plan import type_text
+from fsharding.sharding.leaf_plan import kind_text
+from fsharding.transforms.loss_checks import content_of
 
 __all__ = ["Original", "Watch", "unlike_blocks"]
 
@@ -99,8 +100,7 @@ def _alike(a: Any, b: Any, depth: int = 4) -> bool:
 
 def _carried(fn: Any) -> list[Any]:
     """Return the closure and the defaults of a function."""
-    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-    return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    return [*map(content_of, fn.__closure__ or ()), *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -112,7 +112,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _shown(x: Any) -> str:
     if isinstance(x, Tensor):
-        return type_text(tuple(x.shape), x.dtype)
+        return kind_text(x)
     if isinstance(x, type) or callable(x):
         return getattr(x, "__name__", type(x).__name__)
     return repr(x) if isinstance(x, (*_SIMPLE, list, tuple, dict)) else type(x).__name__
@@ -150,7 +150,7 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in vars(part).items():
             if key == "_parameters":
                 for name, p in value.items():
-                    kind = None if p is None else type_text(tuple(p.shape), p.dtype)
+                    kind = None if p is None else kind_text(p)
                     yield lead + name, kind if p is None or p.requires_grad else f"{kind}, frozen"
             elif key == "_modules":
                 yield from ((lead + name, child) for name, child in value.items())

@@ -271,7 +271,16 @@ def by_partial(layer, scale):
     return functools.partial(scaled, scale)
 
 
-@pytest.mark.parametrize("bind", [by_closure, by_default, by_partial])
+def by_closure_with_an_unbound_name(layer, scale):
+    def forward(x):
+        return scale * F.linear(x, layer.weight) if scale else later(x)
+
+    if not scale:
+        later = forward
+    return forward
+
+
+@pytest.mark.parametrize("bind", [by_closure, by_default, by_partial, by_closure_with_an_unbound_name])
 def test_blocks_in_stages_may_not_differ_in_what_their_functions_carry(bind):
     parts = fs.hf.families.Parts(
         lambda net, batch: net.embed(batch),
