@@ -20,7 +20,7 @@ from fsharding.interop.module.structure import FUNCTION, ModuleLeaf
 from fsharding.mesh.consistency import checksum
 from fsharding.sharding import random
 from fsharding.sharding.leaf_names import joined
-from fsharding.sharding.leaf_plan import type_text
+from fsharding.sharding.leaf_plan import kind_text, type_text
 
 __all__ = [
     "LazyLeaf", "Reset", "generator_bytes", "lazy_leaves", "real_buffers", "seed_of", "seeded",
@@ -115,7 +115,7 @@ def lazy_leaves(
         if not getattr(owner, last).is_meta:
             return lambda: getattr(owner, last).detach(), None
         if (method := reset or getattr(type(owner), "reset_parameters", None)) is None:
-            text = type_text(tuple(getattr(owner, last).shape), getattr(owner, last).dtype)
+            text = kind_text(getattr(owner, last))
             wrong.append(f"{name} is {text} of {type(owner).__name__}, which has no reset_parameters")
             return refuse, "without values"
         draw = lambda: _drawn(owner, path, last, method, random.fold_in(key, order[path]))  # noqa: E731
@@ -167,7 +167,7 @@ def real_buffers(module: nn.Module, reset: Reset | None) -> dict[str, Tensor]:
             full = joined(path, name)
             value = getattr(filled, name, None)
             if value is None or (value.is_floating_point() and bool(value.isnan().any())):
-                wrong.append(f"{full} is {type_text(tuple(buffer.shape), buffer.dtype)} of {type(owner).__name__}")
+                wrong.append(f"{full} is {kind_text(buffer)} of {type(owner).__name__}")
             else:
                 result[full] = value
     if wrong:

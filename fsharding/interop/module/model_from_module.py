@@ -33,7 +33,7 @@ from fsharding.interop.module.runtime import Engine, computing
 from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.models.model import Model
-from fsharding.sharding.leaf_plan import type_text
+from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.partition_spec import AxisRules
 
 __all__ = ["model_from_module"]
@@ -190,7 +190,7 @@ def _over_cp(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`F.scaled_dot_product_attention` over `cp`, with the same arguments."""
-    rows = [f"attn_mask is {type_text(tuple(attn_mask.shape), attn_mask.dtype)}"] if attn_mask is not None else []
+    rows = [f"attn_mask is {kind_text(attn_mask)}"] if attn_mask is not None else []
     rows += [f"dropout_p is {dropout_p}"] if dropout_p else []
     if rows:
         mend = "Pass is_causal=True instead, or call ops.attention in the parts, which has masks for documents."

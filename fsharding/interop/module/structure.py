@@ -18,7 +18,7 @@ from fsharding.base.errors import ConfigError, FshardingError, LayoutError, Tree
 from fsharding.base.tree import Tree
 from fsharding.foreign.name_map import Rows
 from fsharding.sharding.leaf_names import joined
-from fsharding.sharding.leaf_plan import LAYERS, type_text
+from fsharding.sharding.leaf_plan import LAYERS, kind_text, type_text
 from fsharding.sharding.partition_spec import DimName
 
 __all__ = [
@@ -298,9 +298,8 @@ def _check_blocks(
 
 
 def _type(parameter: nn.Parameter, stacked: bool) -> str:
-    text = type_text(tuple(parameter.shape), parameter.dtype)
     frozen = "" if parameter.requires_grad or not parameter.is_floating_point() else ", frozen"
-    return text + frozen + ("" if stacked else ", tied")
+    return kind_text(parameter) + frozen + ("" if stacked else ", tied")
 
 
 def _leaf(path: str, rows: Sequence[tuple[str, nn.Parameter]], stacked: bool, table: NameTable) -> ModuleLeaf:
