@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ def from_manifest(folder: Path, manifest: Manifest) -> dict[str, Stored]:
     for path, saved in manifest.tree.items():
         leaf = LeafType(saved.shape, getattr(torch, saved.dtype))
         try:
-            places = _places(table.get(path, ""), leaf)
+            places = [*_places(table.get(path, ""), leaf)]
         except ValueError as error:
             rows.append(f"{path}: {error}")
             continue
@@ -97,19 +97,16 @@ def from_manifest(folder: Path, manifest: Manifest) -> dict[str, Stored]:
     return result
 
 
-def _places(text: str, leaf: LeafType) -> list[tuple[Box, Place | None]]:
-    """Return the boxes and places of a leaf of a manifest; see `described`."""
+def _places(text: str, leaf: LeafType) -> Iterator[tuple[Box, Place | None]]:
+    """Yield the boxes and places of a leaf of a manifest; see `described`."""
     numbers = [int(part) for part in text.translate(_SEPARATORS).split()]
     width = 2 + 2 * len(leaf.shape)
     if len(numbers) % width:
         raise ValueError(f"its chunks have {len(numbers)} numbers, {width} each")
-    result: list[tuple[Box, Place | None]] = []
     for i in range(0, len(numbers), width):
         ends = numbers[i + 2 : i + width]
         box = tuple(zip(ends[::2], ends[1::2], strict=True))
-        size = boxes.volume(box) * leaf.dtype.itemsize
-        result.append((box, Place(file_name(numbers[i]), numbers[i + 1], size)))
-    return result
+        yield box, Place(file_name(numbers[i]), numbers[i + 1], boxes.volume(box) * leaf.dtype.itemsize)
 
 
 # ------------------------------------------------------------------------------------------------------ DCP's .metadata
@@ -136,7 +133,7 @@ def from_metadata(
     records: dict[str, Place] = {}
     try:
         fields = _metadata(pickled)
-        located = _located(fields)
+        located = [*_located(fields)]
         places = {(path, starts): place for path, starts, place, _ in located}
         changed = {path: why for path, _, _, why in located if why and manifest is None}
         files = manifest.files if manifest else plain_files(folder)
@@ -187,11 +184,10 @@ def _attributes(value: object, *kinds: str) -> dict[str, Any]:
     return named(value.state)
 
 
-def _located(metadata: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...] | None, Place, str]]:
-    """Return path, offsets and place of each chunk, and why it is not read; a value has no offsets."""
+def _located(metadata: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...] | None, Place, str]]:
+    """Yield path, offsets and place of each chunk, and why it is not read; a value has no offsets."""
     if not isinstance(storage := metadata.get("storage_data"), Pairs):
         raise ValueError("it does not say where its chunks are")
-    result: list[tuple[str, tuple[int, ...] | None, Place, str]] = []
     for key, value in storage:
         index, info = _attributes(key, _DCP + "MetadataIndex"), _attributes(value, _INFO)
         path, offset = index.get("fqn"), index.get("offset")
@@ -204,9 +200,7 @@ def _located(metadata: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...] | N
         if (via := info.get("transform_descriptors")) is not None:
             names = listed(map(str, via)) if isinstance(via, list) else str(via)
             why = f"it was written through {names}: load it with torch and save it without _extensions"
-        starts = None if offset is None else sizes_of(offset)
-        result.append((path, starts, Place(name, -1 if why else first, length), why))
-    return result
+        yield path, None if offset is None else sizes_of(offset), Place(name, -1 if why else first, length), why
 
 
 def _leaf(entry: Mapping[str, Any]) -> tuple[LeafType, list[Box]]:

@@ -184,11 +184,10 @@ def _moments_in(plain: dict[str, Any]) -> Blocks | None:
 
 # ------------------------------------------------------------------------------------------------------------- trees
 # NamedTuples of the library that are rebuilt, by name; states of registered optimizers are rebuilt too.
-_KINDS = (
+KNOWN: dict[str, Any] = {kind.__name__: kind for kind in (
     optim.AdamState, optim.SgdState, optim.LionState, optim.MuonState, optim.ChainState, optim.EmptyState,
     optim.MultiTransformState, ScaleState,
-)  # fmt: skip
-KNOWN: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
+)}  # fmt: skip
 
 _RENAMED = {"MaskedState": "MultiTransformState"}  # names in older checkpoints, and those of the classes now
 
