@@ -232,13 +232,12 @@ def plain_files(folder: Path) -> dict[str, SavedFile]:
     return {name: SavedFile(status.st_size, ()) for name, status in result.items() if stat.S_ISREG(status.st_mode)}
 
 
-def _contradictions(found: Mapping[str, Stored], manifest: Manifest) -> list[str]:
-    rows = [f"{path}: only in one of the two" for path in sorted(set(found) ^ set(manifest.tree))]
+def _contradictions(found: Mapping[str, Stored], manifest: Manifest) -> Iterator[str]:
+    yield from (f"{path}: only in one of the two" for path in sorted(set(found) ^ set(manifest.tree)))
     for path, leaf in manifest.tree.items():
         stored = found.get(path)
         if stored is not None and str(stored.leaf) != str(leaf):
-            rows.append(f"{path}: is {stored.leaf}, the manifest says {leaf}")
-    return rows
+            yield f"{path}: is {stored.leaf}, the manifest says {leaf}"
 
 
 # --------------------------------------------------------------------------------------------------------------- checks

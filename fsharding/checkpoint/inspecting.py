@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,15 +157,13 @@ def _bytes(leaf: SavedLeaf) -> int:
     return math.prod(leaf.shape) * getattr(torch, leaf.dtype).itemsize
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
     """Align rows as columns, the last one to the right; a name that is too long gets a separate line."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(len(rows[0][0]), min(widths[0], _WIDTH - sum(width + 2 for width in widths[1:])))
-    lines: list[str] = []
     for name, *rest in rows:
         if len(name) > widths[0]:
-            lines.append(name)
+            yield name
             name = ""
         cells = [cell.ljust(width) for cell, width in zip((name, *rest[:-1]), widths, strict=False)]
-        lines.append("  ".join([*cells, rest[-1].rjust(widths[-1])]).rstrip())
-    return lines
+        yield "  ".join([*cells, rest[-1].rjust(widths[-1])]).rstrip()

@@ -251,7 +251,7 @@ def _check(
     """Check that this rank can save a state; return its job, its replicas, and what it sends to the others."""
     if data is not None:
         check_stateful(data)
-    if rows := objections(leaves):
+    if rows := [*objections(leaves)]:
         raise CheckpointError(message(f"cannot save {len(rows)} leaves.", rows))
     check_state(state)
     _check_size("`extra`", extra, "Write what is large to a file of your own, and its name into `extra`.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -167,12 +167,11 @@ def main_wants(layout: Layout) -> dict[str, Want]:
     return {leaf.path: Want(leaf.shape, dtype(leaf.init), leaf.home, device) for leaf in layout.leaves}
 
 
-def objections(leaves: Mapping[str, StateLeaf]) -> list[str]:
-    """List why leaves can't be saved, one row each."""
-    rows: list[str] = []
+def objections(leaves: Mapping[str, StateLeaf]) -> Iterator[str]:
+    """Yield why leaves can't be saved, one row each."""
     for path, leaf in leaves.items():
         if not isinstance(leaf.local, Tensor):
-            rows.append(f"{path} is a {type(leaf.local).__name__}: make it a 0-d tensor")
+            yield f"{path} is a {type(leaf.local).__name__}: make it a 0-d tensor"
             continue
         sharding = leaf.sharding
         if sharding is None:
@@ -180,10 +179,9 @@ def objections(leaves: Mapping[str, StateLeaf]) -> list[str]:
         want = list(sharding.local_shape(leaf.shape))
         held = list(leaf.local.shape)
         if sharding.partial:
-            rows.append(f"{path} is {sharding}: reduce it")
+            yield f"{path} is {sharding}: reduce it"
         elif want != held:
-            rows.append(f"{path} claims {sharding} of {list(leaf.shape)}, that is {want} here, but holds {held}")
-    return rows
+            yield f"{path} claims {sharding} of {list(leaf.shape)}, that is {want} here, but holds {held}"
 
 
 # ------------------------------------------------------------------------------------------------------ who writes what

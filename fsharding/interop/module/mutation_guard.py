@@ -28,18 +28,16 @@ _SIMPLE = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.devic
 
 
 # -------------------------------------------------------------------------------------------------- in what they differ
-def unlike_blocks(blocks: Mapping[str, nn.Module]) -> list[str]:
-    """List the differences between blocks and the first one in types, buffers, numbers, flags and functions."""
+def unlike_blocks(blocks: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the differences between blocks and the first one in types, buffers, numbers, flags and functions."""
     # The index of a block, such as `layer_idx`, may differ. Other objects are compared by type only.
     (first, template), *others = blocks.items()
     wanted = dict(_state(template))
-    rows: list[str] = []
     for path, block in others:
         for name, a, b in sorted(_differing(wanted, dict(_state(block))), key=lambda row: row[0]):
             alike = isinstance(a, Tensor) and isinstance(b, Tensor) and _shown(a) == _shown(b)
             values = " of other values" if alike else ""
-            rows.append(f"{name}: {_shown(a)} in {first}, {_shown(b)} in {path}{values}")
-    return rows
+            yield f"{name}: {_shown(a)} in {first}, {_shown(b)} in {path}{values}"
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -5,7 +5,7 @@ Guarantee: every name of every parameter is in one unit, and a tied parameter is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -330,19 +330,17 @@ def _check_names(
     rows = [*idle, "leaves are", *(f"  {leaf.path}" for leaf in every)] if idle else []
     mend = "Remove them, or correct them; print(net) shows the leaves and their names."
     problems.add(LayoutError, "got names that match no leaf.", rows, mend)
-    hidden = shadowed(table, [leaf.path for leaf in every])
+    hidden = [*shadowed(table, [leaf.path for leaf in every])]
     mend = "Put narrow patterns first: the first pattern that matches a leaf counts."
     problems.add(LayoutError, "got names that earlier patterns hide.", hidden, mend)
 
 
-def shadowed(patterns: Iterable[str], paths: Sequence[str]) -> list[str]:
-    """List patterns that earlier patterns hide on every path, one row each; a final "*" may match nothing."""
+def shadowed(patterns: Iterable[str], paths: Sequence[str]) -> Iterator[str]:
+    """Yield patterns that earlier patterns hide on every path, one row each; a final "*" may match nothing."""
     earlier: list[str] = []
-    rows: list[str] = []
     for pattern in patterns:
         fits = [path for path in paths if fnmatchcase(path, pattern)]
         hides = [next((p for p in earlier if fnmatchcase(path, p)), None) for path in fits]
         if fits and None not in hides and pattern != "*":
-            rows.append(f"{pattern!r} is after {hides[0]!r}, which matches {fits[0]}")
+            yield f"{pattern!r} is after {hides[0]!r}, which matches {fits[0]}"
         earlier.append(pattern)
-    return rows
