@@ -6,7 +6,7 @@ Guarantee: loading the result equals loading the source, bitwise, in every layou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,16 +87,15 @@ def reshard_checkpoint(
         fsharding=own_version(),
     )
     with wording_failures(), partial_checkpoint(where) as folder:
-        return finish(where, changed, _write(folder, leaves, shares(wanted, range(mesh.size))))
+        return finish(where, changed, [*_write(folder, leaves, shares(wanted, range(mesh.size)))])
 
 
-def _write(folder: Path, leaves: Source, writers: Mapping[str, Mapping[Box, int]]) -> list[Written]:
+def _write(folder: Path, leaves: Source, writers: Mapping[str, Mapping[Box, int]]) -> Iterator[Written]:
     """Write the file of each rank in turn, except for ranks without boxes."""
     by_rank: dict[int, list[tuple[str, Box]]] = {}
     for path, ranks in writers.items():
         for box in sorted(ranks):
             by_rank.setdefault(ranks[box], []).append((path, box))
-    written: list[Written] = []
     for rank, mine in sorted(by_rank.items()):
         with Writer(folder, rank) as writer:
             for path, box in mine:
@@ -107,5 +106,4 @@ def _write(folder: Path, leaves: Source, writers: Mapping[str, Mapping[Box, int]
                     writer.add(path, leaf.shape, piece, x)
                     writer.settle()
                     del x  # before the next piece is allocated
-            written.append(writer.close())
-    return written
+            yield writer.close()
