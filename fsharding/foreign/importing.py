@@ -98,7 +98,7 @@ def _compare(
     rows: list[str] = []
     named = parts_by_leaf(names, {path: want.shape for path, want in wants.items()}, rows)
     rows += misfits(weights, named, names, wants, partial(_objection, cast=cast), () if strict else None)
-    rows += (unlike := other_constants(names, weights))
+    rows += (unlike := [*other_constants(names, weights)])
     if not rows:
         return named
     mend = "Pass their names in the files, names={ours: theirs}"

@@ -102,9 +102,8 @@ def aliases_of(names: object, name: str) -> tuple[str, ...]:
     return names.aliases.get(name, (name,)) if isinstance(names, ModuleNames) else (name,)
 
 
-def other_constants(names: object, weights: Any) -> list[str]:
-    """Return a row for each constant of a module that the files have with a different value."""
-    rows: list[str] = []
+def other_constants(names: object, weights: Any) -> Iterator[str]:
+    """Yield a row for each constant of a module that the files have with a different value."""
     for name, ours in constants_of(names).items():
         there = weights.leaves.get(name)
         if there is None:
@@ -115,8 +114,7 @@ def other_constants(names: object, weights: Any) -> list[str]:
             weights.read(name, boxes.full(there.shape), result)
             if torch.equal(result.nan_to_num(), ours.cpu().nan_to_num()):
                 continue
-        rows.append(f"{name} is {there}, but a buffer of the module, {wanted}, with different values")
-    return rows
+        yield f"{name} is {there}, but a buffer of the module, {wanted}, with different values"
 
 
 SAME_BUFFERS = "load the buffers into the module before fs.functionalize, with its load_state_dict"
@@ -203,17 +201,16 @@ def misfits(
     wants: Mapping[str, Any],
     objection: Callable[[Piece, Any, Any], str | None],
     extra: Collection[str] | None,
-) -> list[str]:
+) -> Iterator[str]:
     """Compare tensors with the leaves they are for, one row each; others must be in `extra`, if it isn't None."""
-    rows: list[str] = []
     for path, piece in ((path, piece) for path, own in named.items() for piece in own):
         unread = weights.unread.get(piece.name)
-        why = f"is not read: {unread}" if unread else objection(piece, wants[path], weights.leaves.get(piece.name))
-        rows += [f"{path}: {piece.name} {why}"] if why else []
-    if extra is None:
-        return rows
-    known = {*extra, *constants_of(names), *(piece.name for own in named.values() for piece in own)}
-    return rows + [f"{k} is extra: {x}" for k, x in {**weights.leaves, **weights.unread}.items() if k not in known]
+        if why := f"is not read: {unread}" if unread else objection(piece, wants[path], weights.leaves.get(piece.name)):
+            yield f"{path}: {piece.name} {why}"
+    if extra is not None:
+        known = {*extra, *constants_of(names), *(piece.name for own in named.values() for piece in own)}
+        every = {**weights.leaves, **weights.unread}
+        yield from (f"{name} is extra: {x}" for name, x in every.items() if name not in known)
 
 
 def read_leaf(weights: Any, pieces: Sequence[Piece], leaf: Any) -> Any:

@@ -167,7 +167,7 @@ def _compare(
     """Find the pieces of each leaf; refuse a directory that lacks some, and list every tensor that differs."""
     result, rows = pieces_by_leaf(names, {path: want.shape for path, want in wants.items()}, layout, len(folder.leaves))
     rows += misfits(folder, result, names, wants, _objection, allowed if strict else None)
-    rows += (unlike := other_constants(names, folder))
+    rows += (unlike := [*other_constants(names, folder)])
     if rows:
         mend = "Plan the layout with models.decoder(fs.hf.config_of(path)), or pass names={ours: theirs}"
         mend += f"; {SAME_BUFFERS}" if unlike else ""
