@@ -143,12 +143,11 @@ def _joined(name: Joined, shape: tuple[int, ...], fused: Declared) -> Iterator[P
 
 def _section(name: Section, shape: tuple[int, ...]) -> Iterator[Piece]:
     dim = len(shape) + name.dim
-    start = sum(name.sizes[: name.index])
-    if not -len(shape) <= name.dim < 0 or shape[dim] != name.sizes[name.index]:
-        has = shape[dim] if -len(shape) <= name.dim < 0 else "no such dim"
-        wants = name.sizes[name.index]
+    has = shape[dim] if -len(shape) <= name.dim < 0 else "no such dim"
+    wants = name.sizes[name.index]
+    if has != wants:
         raise ValueError(f"{name.name!r}: part {name.index} has {wants} along dim {name.dim}, ours {has}")
-    yield from _shifted(name.name, shape, dim, sum(name.sizes), (0, shape[dim]), start)
+    yield from _shifted(name.name, shape, dim, sum(name.sizes), (0, wants), sum(name.sizes[: name.index]))
 
 
 def _shifted(

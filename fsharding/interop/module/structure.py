@@ -284,9 +284,8 @@ def _check_blocks(
         (member,) = unit.members
         kinds = {name[len(member) + 1 :]: _type(p, name in stacked) for name, p in named.items()}
         # In a ragged stack, whose blocks may lack parameters, the first block with a parameter sets its shape.
-        is_first = unit.stack not in firsts
         wanted = firsts.setdefault(unit.stack, {})
-        if is_first or ragged:
+        if not wanted or ragged:
             wanted |= {name: (member, kind) for name, kind in kinds.items() if name not in wanted}
         template = next((where for where, _ in wanted.values()), member)
         for name in sorted({*kinds, *wanted} if not ragged else kinds):
