@@ -20,7 +20,7 @@ from fsharding.interop.hf.naming import renumbered
 from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset
 from fsharding.interop.module.layers import LayerRoles, Roles
-from fsharding.interop.module.planning import ModuleOptions, ModulePlan, check_module, check_units, plan_of
+from fsharding.interop.module.planning import ModuleOptions, ModulePlan, check_arguments, plan_of
 from fsharding.interop.module.runtime import Engine, Run
 from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested
 from fsharding.mesh.device_mesh import Mesh
@@ -309,8 +309,7 @@ def functionalize(
 
 def made(kind: type[P], module: nn.Module, units: UnitPatterns | None, options: ModuleOptions) -> P:
     """Run `functionalize` for a subclass of `PureModule`."""
-    check_module(module)
-    check_units(units)
+    check_arguments(module, units)
     check_policy(options.policy)
     if units is None and family_of(module) is None:
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]

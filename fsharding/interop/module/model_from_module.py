@@ -28,7 +28,7 @@ from fsharding.interop.module.hf_tables import Parts, family_of
 from fsharding.interop.module.initializers import LazyLeaf, Reset
 from fsharding.interop.module.layers import Bare, Roles
 from fsharding.interop.module.mutation_guard import unlike_blocks
-from fsharding.interop.module.planning import ModuleOptions, ModulePlan, check_module, check_units, plan_of
+from fsharding.interop.module.planning import ModuleOptions, ModulePlan, check_arguments, plan_of
 from fsharding.interop.module.runtime import Engine, computing
 from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested
 from fsharding.mesh.device_mesh import Mesh, axis_size
@@ -120,8 +120,7 @@ def model_from_module(
         >>> sorted(model.init(fs.random.key(0)))
         ['blocks', 'embed', 'head']
     """
-    check_module(module)
-    check_units(units)
+    check_arguments(module, units)
     family = family_of(module) if units is None else None
     if family is not None and parts is None and (rows := family.objections(module)):
         mend = "Pass custom parts=, or use fs.functionalize(module), which runs the module's own forward."

@@ -33,7 +33,7 @@ from fsharding.sharding.partition_spec import AxisRules, rule_name
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy
 
-__all__ = ["ModuleOptions", "ModulePlan", "check_module", "check_units", "places_of", "plan_of"]
+__all__ = ["ModuleOptions", "ModulePlan", "check_arguments", "places_of", "plan_of"]
 
 
 class ModuleOptions(NamedTuple):
@@ -285,15 +285,8 @@ def check_memory(module: nn.Module, problems: Problems) -> None:
     problems.add(ConfigError, "would train weights separately that share memory.", rows, mend)
 
 
-def check_units(units: Any) -> None:
-    """Refuse units that aren't paths, or have no order."""
-    if units is not None and not isinstance(units, str | list | tuple):
-        mend = "Pass the paths of modules: units='layers.*', or units=('embed', 'layers.*', ('norm', 'head'))."
-        raise refuse("units= as a path, or a list of paths", units, mend)
-
-
-def check_module(module: Any) -> None:
-    """Refuse arguments that aren't modules, and modules with tensor subclasses as parameters or without shapes."""
+def check_arguments(module: Any, units: Any) -> None:
+    """Refuse what isn't a module, parameters that are tensor subclasses or have no shapes, and units without order."""
     if not isinstance(module, nn.Module):
         mend = "Pass an nn.Module instance, or write the functions of a Model: see fs.models.Model."
         kind = f"class {module.__name__}" if isinstance(module, type) else type(module).__name__
@@ -310,3 +303,6 @@ def check_module(module: Any) -> None:
     lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(x)]
     if lazy:
         raise ConfigError(message("needs shapes.", lazy, "Call the module once, with inputs of the final shapes."))
+    if units is not None and not isinstance(units, str | list | tuple):
+        mend = "Pass the paths of modules: units='layers.*', or units=('embed', 'layers.*', ('norm', 'head'))."
+        raise refuse("units= as a path, or a list of paths", units, mend)
