@@ -11,10 +11,10 @@ import pickle
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -170,7 +170,7 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stream.close()
 
     def add(self, path: str, shape: tuple[int, ...], box: Box, tensor: Tensor) -> None:
@@ -243,12 +243,9 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
     storage = {index: info(sys.intern(file), first, length) for index, (file, first, length) in places.items()}
     leaves |= {path: dcp.BytesStorageMetadata() for path in values}
     metadata = dcp.Metadata({**leaves}, storage_data=storage, storage_meta=dcp.StorageMeta())
-    stream = _HashedStream(folder / METADATA)
-    try:
+    with closing(_HashedStream(folder / METADATA)) as stream:
         stream.write(pickle.dumps(metadata, protocol=4))
         return stream.finish()
-    finally:
-        stream.close()
 
 
 def _offset(box: Box) -> torch.Size:
