@@ -20,7 +20,7 @@ from fsharding.sharding.named_sharding import local_of
 from fsharding.train.state import TrainState, constants_of
 from fsharding.train.state_check import check_state
 
-__all__ = ["MEND", "Holders", "SharedBox", "check_replicas", "checksums", "differences", "shared_boxes"]
+__all__ = ["MEND", "Holders", "SharedBox", "check_replicas", "differences", "shared_boxes"]
 
 MEND = "Go on from the last checkpoint; if it happens again on one rank, look at the memory of that machine."
 
@@ -58,8 +58,7 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
     def look() -> tuple[dict[Holders, list[SharedBox]], dict[Holders, int]]:
         check_state(state)
         constants = {f"buffers.{name}": StateLeaf(tuple(x.shape), None, x) for name, x in constants_of(model).items()}
-        shared = shared_boxes(_everything(state) | constants, abstract(state.layout.mesh).members)
-        return shared, checksums(shared)
+        return shared_boxes(_everything(state) | constants, abstract(state.layout.mesh).members)
 
     if rows := differences(*together(look)):
         raise ReplicaError(message(f"finds {len(rows)} parts that differ between ranks.", rows, MEND))
@@ -73,8 +72,10 @@ def _everything(state: TrainState) -> dict[str, StateLeaf]:
     return params | leaves_beside(state)
 
 
-def shared_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[Holders, list[SharedBox]]:
-    """Collect the boxes of which other ranks have replicas, by the ranks that hold them, in order of path and box."""
+def shared_boxes(
+    leaves: Mapping[str, StateLeaf], ranks: Sequence[int]
+) -> tuple[dict[Holders, list[SharedBox]], dict[Holders, int]]:
+    """Return the boxes by the several ranks that hold them, in order of path and box, and a checksum of each list."""
     result: dict[Holders, list[SharedBox]] = {}
     # A rank outside the mesh has outdated plain leaves, from before the mesh changed.
     for path, x in sorted(leaves.items()) if own_rank() in ranks else ():
@@ -82,12 +83,7 @@ def shared_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[
         for box, tensor in sorted(x.kept().items(), key=lambda part: part[0]):
             if len(holders[box]) > 1 and tensor.numel():
                 result.setdefault(holders[box], []).append((path, box, tensor))
-    return result
-
-
-def checksums(shared: Mapping[Holders, Sequence[SharedBox]]) -> dict[Holders, int]:
-    """Compute one checksum of all boxes that this rank shares with a set of ranks."""
-    return {holders: digest([checksum(x) for _, _, x in boxes]) for holders, boxes in shared.items()}
+    return result, {holders: digest([checksum(x) for _, _, x in boxes]) for holders, boxes in result.items()}
 
 
 def differences(

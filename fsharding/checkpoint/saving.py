@@ -28,7 +28,7 @@ from fsharding.checkpoint.collective_call import on_all, together, write_togethe
 from fsharding.checkpoint.directory import StrPath, commit, not_shared, partial_checkpoint, partial_of, real_path
 from fsharding.checkpoint.manifest import METADATA, Manifest, check_readable, text_of
 from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own_position
-from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
+from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, differences, shared_boxes
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
 from fsharding.checkpoint.state_leaves import StateLeaf, content, objections, own_boxes
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
@@ -278,8 +278,8 @@ def _check(
     members = abstract(state.layout.mesh).members
     own = own_boxes(leaves, members)
     writes = tuple(Write(path, leaves[path].shape, box, x) for path in sorted(own) for box, x in own[path].items())
-    shared = shared_boxes({path: x for path, x in leaves.items() if x.sharding is not None}, members)
-    return (Job(target, writes, manifest), shared), _Answer(facts, checksums(shared), position)
+    shared, sums = shared_boxes({path: x for path, x in leaves.items() if x.sharding is not None}, members)
+    return (Job(target, writes, manifest), shared), _Answer(facts, sums, position)
 
 
 def _check_positions(manifest: Manifest, leaves: Mapping[str, StateLeaf]) -> None:
