@@ -179,19 +179,14 @@ def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
     """Cache a function whose first argument has a `mesh`, in that mesh."""
 
     def decorate(fn: _Function) -> _Function:
-        valued = _valued(fn)
-        without = functools.lru_cache(maxsize)(valued)
+        @cache_on_mesh(maxsize)
+        def with_mesh(mesh: Any, value: Any, *args: Any) -> Any:
+            return fn(value, *args)
 
         @outside_of_graphs
         @functools.wraps(fn)
         def run(value: Any, *args: Any) -> Any:
-            try:
-                cached = value.mesh._fsharding_kept[fn]
-            except (AttributeError, KeyError):
-                if not isinstance(value.mesh, DeviceMesh):
-                    return without(value, *args)
-                cached = kept_by(value.mesh)[fn] = functools.lru_cache(maxsize)(valued)
-            return cached(value, *args)
+            return with_mesh(value.mesh, value, *args)
 
         return run  # pyright: ignore[reportReturnType]
 
