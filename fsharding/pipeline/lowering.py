@@ -15,20 +15,12 @@ Frequency: TypeAlias = Literal["step", "microbatch"]
 """Once a step, or once per microbatch."""
 
 
-class _Message(NamedTuple):
-    """A send and its sort key: the time it is ready if each F, I and W takes 1, then its sender."""
-
-    ready: float
-    sender: int
-    send: Action
-
-
 class _Entry(NamedTuple):
     """An action with its sort key: the number of the compute action that it precedes or is, its kind, its time."""
 
     slot: int
     order: int  # 0 message, 1 SCATTER, 2 GATHER, 3 compute
-    ready: float
+    ready: float  # of a message: when it is ready if each F, I and W takes 1
     sender: int
     action: Action
 
@@ -78,32 +70,32 @@ def _messages(owner: Owner, timeline: Timeline, computes: Table, ahead: int) -> 
     # That never moves it before an earlier send of this rank: a message that is ready earlier is sent before the
     # compute that uses this receive.
     place = [{action: i for i, action in enumerate(row)} for row in computes]
-    pairs: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+    pairs: dict[tuple[int, int], list[_Entry]] = defaultdict(list)  # sends, each with slot 0 until `_slots` has all
     for rank, row in enumerate(timeline.spans):
         for span in row:
             send = send_of(span.action, owner)
             if send is not None:
                 other = owner[partner(send).stage]
-                pairs[min(rank, other), max(rank, other)].append(_Message(span.end, rank, send))
+                pairs[min(rank, other), max(rank, other)].append(_Entry(0, 0, span.end, rank, send))
     entries: list[list[_Entry]] = [[] for _ in computes]
     for pair, messages in pairs.items():
         messages.sort()
         for rank in pair:
             slots = _slots(rank, messages, place[rank], ahead)
-            entries[rank] += [
-                _Entry(slot, 0, m.ready, m.sender, m.send if m.sender == rank else partner(m.send))
-                for slot, m in zip(slots, messages, strict=True)
-            ]
+            for slot, sent in zip(slots, messages, strict=True):
+                own = sent.action if sent.sender == rank else partner(sent.action)
+                entries[rank].append(sent._replace(slot=slot, action=own))
     return entries
 
 
-def _slots(rank: int, messages: list[_Message], place: dict[Action, int], ahead: int) -> list[int]:
-    """Return for each message of a pair the compute action of this rank before which it goes."""
+def _slots(rank: int, messages: list[_Entry], place: dict[Action, int], ahead: int) -> list[int]:
+    """Return for each send of a pair the compute action of this rank before which the message goes."""
     slots: list[int] = []
     latest = 1 + max(place.values(), default=-1)
     # Backwards, so that `latest` is the slot of the next message, which no earlier one may pass.
-    for _, sender, send in reversed(messages):
-        if sender == rank:
+    for message in reversed(messages):
+        send = message.action
+        if message.sender == rank:
             latest = _of(place, send, "F" if send.kind == "SEND_F" else "B") + 1
         else:
             received = partner(send)
@@ -111,8 +103,8 @@ def _slots(rank: int, messages: list[_Message], place: dict[Action, int], ahead:
         slots.append(latest)
     slots.reverse()
     # Receives are posted `ahead` computes early, but not before the previous message of the pair.
-    for i, (_, sender, _) in enumerate(messages):
-        if sender != rank:
+    for i, message in enumerate(messages):
+        if message.sender != rank:
             slots[i] = max(slots[i - 1] if i else 0, slots[i] - ahead)
     return slots
 
