@@ -23,17 +23,9 @@ class Durations(NamedTuple):
 
     def of(self, action: Action) -> float:
         """Return how long an action keeps its rank busy; 0 if it overlaps with computes."""
-        match action.kind:
-            case "F":
-                return self.forward
-            case "B":
-                return self.backward_input + self.backward_weight
-            case "I":
-                return self.backward_input
-            case "W":
-                return self.backward_weight
-            case _:
-                return 0.0
+        backward = self.backward_input + self.backward_weight
+        busy = {"F": self.forward, "B": backward, "I": self.backward_input, "W": self.backward_weight}
+        return busy.get(action.kind, 0.0)
 
 
 class Span(NamedTuple):
