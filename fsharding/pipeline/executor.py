@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -183,22 +183,20 @@ class _Run:
     scale: float | Tensor | None
     known: Messages
     trains: bool = True
-    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
-    arrived: dict[Action, tuple[Any, list[Tensor], Handle[None]]] = field(default_factory=dict[Action, Any])
-    handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
-        default_factory=dict[tuple[str, int, int], Any]
-    )
-    sent: dict[Action, Handle[None]] = field(default_factory=dict[Action, Handle[None]])
-    begun: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
-    # Microbatches whose last reductions are in flight while the rank computes, and the number of closed ones.
-    # Consecutive ones add to the same gradients, also across stages that share a leaf, so each finishes before the next
-    # adds its first gradient.
-    closing: deque[tuple[Action, Tape]] = field(default_factory=deque[tuple[Action, Tape]])
-    closed: int = 0
-    losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
-    notes: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
+        self.flights: dict[tuple[int, int], _Flight] = {}
+        self.arrived: dict[Action, tuple[Any, list[Tensor], Handle[None]]] = {}
+        self.handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = {}
+        self.sent: dict[Action, Handle[None]] = {}
+        self.begun: dict[tuple[int, int], Tape] = {}
+        # Microbatches whose last reductions are in flight while the rank computes, and the number of closed ones.
+        # Consecutive ones add to the same gradients, also across stages that share a leaf, so each finishes before the
+        # next adds its first gradient.
+        self.closing: deque[tuple[Action, Tape]] = deque()
+        self.closed = 0
+        self.losses: list[tuple[Tensor, Any]] = []
+        self.notes: list[Tensor] = []
         mesh = self.layout.mesh
         self.rank, self.group = axis_index("pp", mesh), axis_group(mesh, ("pp",))
         self.others_are_fake = self.group.process_group is not None and has_fake_backend(self.group.process_group)
