@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -40,9 +40,10 @@ def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | 
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="fsharding-", ignore_cleanup_errors=True))
         # It unblocks SIGTERM when it starts, which is when the first rank does.
         resource_tracker.ensure_running()
-        signals = held.enter_context(_Signals(_FORWARDED if grace is not None else ()))
-        started = held.enter_context(_Ranks())
-        with _environment(_variables(ranks)):
+        signals = _Signals(_FORWARDED if grace is not None else (), held)
+        started = _Ranks()
+        held.callback(started.end)
+        with _environment(ranks):
             for rank in range(ranks):
                 signals.check()
                 started.start(call, _place(rank, ranks, folder))
@@ -57,57 +58,42 @@ def _place(rank: int, ranks: int, folder: str) -> dict[str, str]:
     return {**names, INIT_METHOD: Path(folder, "ranks").as_uri()}
 
 
-def _variables(ranks: int) -> dict[str, str]:
-    """Return the variables of all ranks that the user hasn't set."""
+@contextmanager
+def _environment(ranks: int) -> Generator[None]:
+    """Set the variables of all ranks, those that the user hasn't set, in this block."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
         "KINETO_LOG_LEVEL": "6",  # otherwise torch's profiler logs its starts and stops
         **local_variables(),
     }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Set environment variables in this block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in added:
+            os.environ.pop(name, None)
 
 
 # -------------------------------------------------------------------------------------------------------------- signals
 class _Signals:
-    """Receive the signals of this process in this block; outside of the main thread, none."""
+    """Receive the signals of this process until a stack ends; outside of the main thread, none."""
 
     # Python writes the number of each handled signal to a pipe, which wakes the wait for ranks.
 
-    def __init__(self, forwarded: Sequence[signal.Signals]) -> None:
+    def __init__(self, forwarded: Sequence[signal.Signals], held: ExitStack) -> None:
         self.forwarded = forwarded
         self.received: dict[signal.Signals, float] = {}  # the time of the first signal of each number
         self._ends = False
-
-    def __enter__(self) -> _Signals:
-        self._held = ExitStack()
         self._read, write = os.pipe()
         for end in (self._read, write):
-            self._held.callback(os.close, end)
+            held.callback(os.close, end)
         os.set_blocking(write, False)
         if threading.current_thread() is threading.main_thread():
-            self._held.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
+            held.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
             ignored = [number for number in (signal.SIGHUP,) if signal.getsignal(number) is signal.SIG_IGN]  # nohup
             numbers = [number for number in {*self.forwarded, *_ENDING} if number not in ignored]
-            self._held.enter_context(handling(numbers, self._note))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
+            held.enter_context(handling(numbers, self._note))
 
     @property
     def began(self) -> float:
@@ -138,17 +124,15 @@ class _Signals:
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
 class _Ranks:
-    """Processes and their pipes; the end of the block kills the remaining ones."""
+    """Processes and their pipes."""
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
         self._context = multiprocessing.get_context("spawn")
 
-    def __enter__(self) -> _Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Kill the remaining processes."""
         self.send(signal.SIGKILL)
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             process.join(_EXIT_S)
