@@ -64,25 +64,21 @@ def _is_users(name: str) -> bool:
     return not (name.startswith((LIBRARY, _TORCH)) or (name.startswith(_PYTHON) and "-packages" not in name))
 
 
+def _users_site(frame: FrameType | None) -> tuple[str, int] | None:
+    """Return file and line of the first user frame, outwards; None without one."""
+    sites = ((outer.f_code.co_filename, outer.f_lineno) for outer in callers(frame))
+    return next((place for place in sites if _is_users(place[0])), None)
+
+
 def site_here() -> tuple[str, int] | None:
     """Return file and line of the user's innermost frame in this thread; None without one."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        if _is_users(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return None
+    return _users_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
 
 
 def site(frame: FrameType | None) -> str:
-    """Return file and line of the first user frame, outwards."""
-    users = (outer for outer in callers(frame) if _is_users(outer.f_code.co_filename))
-    outer = next(users, None)
-    return "an unknown line" if outer is None else _at(outer, outer.f_lineno)
-
-
-def _at(frame: FrameType, number: int) -> str:
-    return shown(frame.f_code.co_filename, number)
+    """Return file and line of the first user frame, outwards, as text."""
+    place = _users_site(frame)
+    return "an unknown line" if place is None else shown(*place)
 
 
 def shown(file: str, number: int) -> str:
@@ -139,7 +135,10 @@ def _describe(stack: Sequence[Line]) -> list[str]:
     """Format at most ten lines as "train.py:88 in main": first the user's, then others, both innermost first."""
     users = [line for line in stack if _is_users(line[0].f_code.co_filename)][:_USERS]
     others = [line for line in stack if not _is_users(line[0].f_code.co_filename)][: _ALL - len(users)]
-    rows = [f"{_at(frame, number)} in {frame.f_code.co_qualname}" for frame, number in (*users, *others)]
+    rows = [
+        f"{shown(frame.f_code.co_filename, number)} in {frame.f_code.co_qualname}"
+        for frame, number in (*users, *others)
+    ]
     return [printable(row, 200) for row in rows]
 
 
