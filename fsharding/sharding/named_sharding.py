@@ -146,9 +146,10 @@ class NamedSharding:
         owned = tuple(axis for axis in self.owned if axis not in self.spec.axes(dim))
         return replace(self, spec=self.spec.drop(dim), assigned=left, owned=owned)
 
+    @cache_on_its_mesh()
     def slice_of_mesh(self) -> NamedSharding:
         """Return this sharding without its assignments: that of a leaf's part on its slice of the mesh."""
-        return _on_slice(self) if self.assigned else self
+        return replace(self, assigned=())
 
     def grid(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> Grid | None:
         """Return the index ranges that a rank stores along each dim; None if it stores nothing of the leaf.
@@ -200,7 +201,7 @@ class NamedSharding:
 
     def first_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the local shape at coordinate 0, ignoring assignments: the largest, and equal on all ranks."""
-        return (replace(self, assigned=()) if self.assigned else self).local_shape(shape, {})
+        return self.slice_of_mesh().local_shape(shape, {})
 
     def device_mesh(self) -> DeviceMesh:
         """Return the DeviceMesh of the leaf's DTensor: axes in the order of the spec, assigned ones left out."""
@@ -265,11 +266,6 @@ class NamedSharding:
         if self.owned:
             text += f" owned over {', '.join(self.owned)}"
         return text if not self.is_away else f"{text} on {tier_named(self.memory).text}"
-
-
-@cache_on_its_mesh()
-def _on_slice(sharding: NamedSharding) -> NamedSharding:
-    return replace(sharding, assigned=())
 
 
 @cache_on_its_mesh()
