@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -108,33 +108,30 @@ def choices_of(memory: Mapping[str, str | Mapping[str, str]]) -> list[Choice]:
     return choices
 
 
-def chosen_kind(choices: Iterable[Choice], role: str, path: str) -> str:
+def chosen_kind(choices: Sequence[Choice], role: str, path: str) -> str:
     """Return the memory kind of a leaf in a role; the longest path prefix counts."""
     # Default: moments are where the leaf is updated; `main` follows moments if that is the host, else `params`.
-    known = [*choices]
-    fitting = [c for c in known if c.role == role and (not c.path or begins(path, c.path))]
+    fitting = [c for c in choices if c.role == role and (not c.path or begins(path, c.path))]
     if fitting:
         return max(fitting, key=lambda c: len(c.path)).kind
     if role == "moments":
-        return chosen_kind(known, _COMPUTE, path)
+        return chosen_kind(choices, _COMPUTE, path)
     if role == "main":
-        return chosen_kind(known, "params" if chosen_kind(known, _COMPUTE, path) == HERE else "moments", path)
+        return chosen_kind(choices, "params" if chosen_kind(choices, _COMPUTE, path) == HERE else "moments", path)
     return HERE
 
 
-def check_choices(choices: Iterable[Choice], paths: Iterable[str]) -> None:
+def check_choices(choices: Sequence[Choice], paths: Sequence[str]) -> None:
     """Refuse prefixes of no leaf, and host updates of tensors on the device."""
-    known = [*paths]
-    unused = [c for c in choices if c.path and not any(begins(path, c.path) for path in known)]
+    unused = [c for c in choices if c.path and not any(begins(path, c.path) for path in paths)]
     if unused:
-        rows = [f"{c}: matches no leaf.{did_you_mean(c.path, known)}" for c in unused]
-        raise ConfigError(message("got memory kinds for unknown leaves.", rows, f"Leaves are {listed(known)}."))
-    given = [*choices]
+        rows = [f"{c}: matches no leaf.{did_you_mean(c.path, paths)}" for c in unused]
+        raise ConfigError(message("got memory kinds for unknown leaves.", rows, f"Leaves are {listed(paths)}."))
     split = [
         f"{role} of {path}"
-        for path in known
+        for path in paths
         for role in ("moments", "main")
-        if chosen_kind(given, _COMPUTE, path) != HERE and chosen_kind(given, role, path) == HERE
+        if chosen_kind(choices, _COMPUTE, path) != HERE and chosen_kind(choices, role, path) == HERE
     ]
     if split:
         mend = 'Leave moments= and main= out, which are then in host memory, or pass "host" or "disk" for them.'
