@@ -300,24 +300,19 @@ class TrainCase(_Short):
             x_here, weight_here = rows[owned]
             off = w.reshape(1, -1) - x_here.to(w.dtype).view(-1, 1)
             total = total + share * (off.square().sum(1).float() * weight_here).sum() / 2
-        model_axes = _model_axes(nodes)
-        return psum(total, model_axes[1], mesh=model_axes[0]) if model_axes else total, weight.sum()
+        mesh = next((node.sharding.mesh for node in nodes if isinstance(node, Local)), None)
+        return total if mesh is None else psum(total, _model_axes(mesh), mesh=mesh), weight.sum()
 
 
-def _model_axes(nodes: list[Any]) -> tuple[Mesh, tuple[str, ...]] | None:
-    """Return the mesh, and its axes along which ranks have the same rows."""
-    meshes = [node.sharding.mesh for node in nodes if isinstance(node, Local)]
-    if not meshes:
-        return None
-    return meshes[0], tuple(axis for axis in abstract(meshes[0]).names if axis not in data_axes(meshes[0]))
+def _model_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes along which ranks have the same rows."""
+    return tuple(axis for axis in abstract(mesh).names if axis not in data_axes(mesh))
 
 
 def _once(node: Local, w: Tensor) -> tuple[Tensor, float, tuple[str, ...]]:
     """Return (w, share, owning axes): of ranks with the same shard and rows, only the first has share 1, others 0."""
     # `pvary` sums its gradient over these ranks, so all of them get the gradient of the first.
-    result = _model_axes([node])
-    assert result is not None
-    mesh, axes = result
-    copies = tuple(axis for axis in axes if axis not in node.sharding.spec.all_axes)
+    mesh = node.sharding.mesh
+    copies = tuple(axis for axis in _model_axes(mesh) if axis not in node.sharding.spec.all_axes)
     first = not any(coordinate(mesh)[axis] for axis in copies)
     return pvary(w, copies, mesh=mesh) if copies else w, float(first), node.sharding.owned
