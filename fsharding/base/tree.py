@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import optree
 
@@ -347,20 +347,11 @@ def at(tree: Tree, path: str) -> Any:
     if not isinstance(path, str):
         mend = 'Pass keys, fields and positions joined by dots: "blocks.wq".'
         raise TreeError(report(f"fs.tree.at takes a tree, then a path, got {type(path).__name__}.", mend=mend))
-    node = tree
-    for part in path.split(".") if path else ():
-        try:
-            if isinstance(node, Mapping):
-                known = cast(Mapping[Any, Any], node)
-                node = known[part] if part in known or not part.isdigit() else known[int(part)]
-            else:
-                node = node[int(part)] if part.isdigit() else getattr(node, part)
-        except (KeyError, IndexError, AttributeError, TypeError) as error:
-            if found := _children_at(tree, path):
-                return found[0]
-            mend = f"The paths are {listed(paths(tree))}."
-            raise TreeError(report(f"fs.tree.at finds no {path!r}.", mend=mend)) from error
-    return node
+    found = _children_at(tree, path) if path else [tree]
+    if not found:
+        mend = f"The paths are {listed(paths(tree))}."
+        raise TreeError(report(f"fs.tree.at finds no {path!r}.", mend=mend))
+    return found[0]
 
 
 def _children_at(node: Tree, path: str) -> list[Any]:
@@ -368,7 +359,7 @@ def _children_at(node: Tree, path: str) -> list[Any]:
     for key, child in (children(node) or {}).items():
         if path == key:
             return [child]
-        if path.startswith(f"{key}.") and (found := _children_at(child, path[len(f"{key}.") :])):
+        if path.startswith(f"{key}.") and (found := _children_at(child, path.removeprefix(f"{key}."))):
             return found
     return []
 
