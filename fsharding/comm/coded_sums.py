@@ -203,7 +203,7 @@ def quantized_terms(
 def is_packed(format: Blocks, shape: tuple[int, ...], dim: int | None, pieces: tuple[int, ...]) -> bool:
     """Return whether two values share a byte: they have 4 bits, and no shard of `dim` begins within a pair."""
     is_last = dim == len(shape) - 1
-    return format.element.bits == 4 and (not is_last or boxes.same_cuts(shape[-1], -(-shape[-1] // 2), pieces, 2))
+    return format.element.bits == 4 and (not is_last or boxes.ends_on(shape[-1], pieces, 2))
 
 
 def _unsplit(block: int, size: int, pieces: Sequence[int]) -> int:

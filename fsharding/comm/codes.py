@@ -82,11 +82,8 @@ def plan_codes(
     gathered, over_axes = _gathered_dim(sharding, whole, len(shape))
     over = tuple(map(sizes.axis_size, over_axes))
     whole_start = _start(whole, shape)
-    if gathered is not None and gathered >= last and not {*over_axes} & {*shared}:
-        dim = gathered - last
-        first, stop = codec.touched(whole_start[dim], kept[gathered], block[dim])
-        if not boxes.same_cuts(kept[gathered], stop - first, over, block[dim]):
-            shared += sharding.axes(gathered)
+    if gathered is not None and gathered >= last and not boxes.ends_on(kept[gathered], over, block[gathered - last]):
+        shared += sharding.axes(gathered)
     outer = [*sharding.axes(last), *sharding.axes(last + 1)] if format.has_outer else []
     packed = is_packed(format, kept, gathered, over)
     return CodePlan(

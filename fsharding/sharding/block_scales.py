@@ -109,10 +109,7 @@ def _plan(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], format: B
         held = ((((0, shape[dim]),),) if owners is None else owners.ranges) if factor > 1 else ()
         of_grid = [_of_blocks(runs, factor) for runs in held]
         pieces = tuple(abstract(mesh).axis_size(axis) for axis in spec[dim])
-        if all(
-            scales is not None and boxes.same_cuts(boxes.length(runs), boxes.length(scales), pieces, factor)
-            for runs, scales in zip(held, of_grid, strict=True)
-        ):
+        if None not in of_grid and all(boxes.ends_on(boxes.length(runs), pieces, factor) for runs in held):
             if owners is not None and factor > 1:
                 ranges = tuple(x for x in of_grid if x is not None)
                 assigned[assigned.index(owners)] = replace(owners, ranges=ranges)
@@ -130,7 +127,7 @@ def _plan(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], format: B
 
 def _of_blocks(runs: Runs, factor: int) -> Runs | None:
     """Return the blocks of index ranges; None if a range begins or ends inside of a block."""
-    # The last range may end inside: either at the end of the dim, or `same_cuts` finds the shards different.
+    # The last range may end inside: either at the end of the dim, or a range of a different owner begins inside.
     if any(start % factor for start, _ in runs) or any(stop % factor for _, stop in runs[:-1]):
         return None
     return tuple((start // factor, -(-stop // factor)) for start, stop in runs)

@@ -16,7 +16,7 @@ __all__ = [
     "Box", "Grid", "Overlap", "Runs", "chunk", "contiguous_strides", "common_step", "covers",
     "cut_runs", "ends_on", "full", "grid_boxes", "grid_of", "grid_shape", "intersect", "is_tiling", "length", "meet",
     "nested_chunk", "outer_dims", "overlap", "overlap_shape", "overlap_slices", "overlap_volume", "parts", "relative",
-    "runs", "same_cuts", "shape_of", "split_outer", "split_overlap", "volume",
+    "runs", "shape_of", "split_outer", "split_overlap", "volume",
 ]  # fmt: skip
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # a half-open index range per dim; `()` is the box of a scalar
@@ -58,22 +58,8 @@ def common_step(size: int, pieces: Sequence[int]) -> int:
 
 def ends_on(size: int, pieces: Sequence[int], multiple: int) -> bool:
     """Return whether nested ceil-chunks of `range(size)` all end at a multiple, or at the end of the range."""
+    # If so, the same chunks of the range of multiples are these chunks, divided by the multiple.
     return common_step(size, pieces) % multiple == 0
-
-
-def same_cuts(size: int, parts: int, pieces: Sequence[int], factor: int) -> bool:
-    """Return whether nested ceil-chunks of `range(parts)` and `range(size)` agree, with `factor` indices per part."""
-    if -(-size // factor) != parts:
-        return False
-    if not pieces or size == 0:
-        return True
-    step = -(-size // pieces[0])
-    of_parts = -(-parts // pieces[0])
-    if step < size and step != factor * of_parts:
-        return False
-    count = size // step
-    rest = pieces[1:]
-    return same_cuts(step, of_parts, rest, factor) and same_cuts(size % step, parts - count * of_parts, rest, factor)
 
 
 def full(shape: Sequence[int]) -> Box:
