@@ -22,7 +22,10 @@ from fsharding.sharding.boxes import Runs
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 
-__all__ = ["CODES", "SMALLEST", "BlockScales", "CodedMoment", "has_codes", "is_coded", "plan_scales", "scales_name"]
+__all__ = [
+    "CODES", "SMALLEST", "BlockScales", "CodedMoment", "blocks_by_owner", "has_codes", "is_coded", "plan_scales",
+    "scales_name",
+]  # fmt: skip
 
 SMALLEST = 4096  # the fewest elements of a leaf whose moments are quantized
 
@@ -105,29 +108,31 @@ def _plan(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], format: B
     shared = list[str]()
     for dim, factor in ((last, block[0]), (last + 1, block[1])):
         owners = next((a for a in assigned if a.dim == dim), None)
-        # Blocks of size 1 along the dim never span two shards: `held` is empty, and the scales keep its sharding.
-        held = ((((0, shape[dim]),),) if owners is None else owners.ranges) if factor > 1 else ()
-        of_grid = [_of_blocks(runs, factor) for runs in held]
-        pieces = tuple(abstract(mesh).axis_size(axis) for axis in spec[dim])
-        if None not in of_grid and all(boxes.ends_on(boxes.length(runs), pieces, factor) for runs in held):
-            if owners is not None and factor > 1:
-                ranges = tuple(x for x in of_grid if x is not None)
-                assigned[assigned.index(owners)] = replace(owners, ranges=ranges)
-            continue
-        shared += spec[dim]
-        spec[dim] = ()
-        if owners is not None:
-            shared.append(owners.axis)
-            assigned.remove(owners)
+        ranges = blocks_by_owner(sharding, dim, shape[dim], factor)
+        if ranges is None:
+            shared += [*spec[dim], *(() if owners is None else (owners.axis,))]
+            spec[dim] = ()
+            assigned = [a for a in assigned if a is not owners]
+        elif owners is not None:
+            assigned[assigned.index(owners)] = replace(owners, ranges=ranges)
     kept = P(*spec)
     owned = tuple(axis for axis in sharding.owned if axis in kept.all_axes)
     of_scales = replace(sharding, spec=kept, assigned=tuple(assigned), owned=owned).simplified()
     return BlockScales(of_scales, grid, tuple(axis for axis in AXES if axis in shared))
 
 
-def _of_blocks(runs: Runs, factor: int) -> Runs | None:
+def blocks_by_owner(sharding: NamedSharding, dim: int, size: int, block: int) -> tuple[Runs, ...] | None:
+    """Return the blocks of each owner of a dim, or of the full dim; None if a shard begins or ends inside of one."""
+    held = next((a.ranges for a in sharding.assigned if a.dim == dim), (((0, size),),))
+    pieces = [abstract(sharding.mesh).axis_size(axis) for axis in sharding.axes(dim)]
+    result = tuple(x for x in (_of_blocks(runs, block) for runs in held) if x is not None)
+    ends_on_blocks = len(result) == len(held) and all(boxes.ends_on(boxes.length(x), pieces, block) for x in held)
+    return result if ends_on_blocks else None
+
+
+def _of_blocks(runs: Runs, block: int) -> Runs | None:
     """Return the blocks of index ranges; None if a range begins or ends inside of a block."""
     # The last range may end inside: either at the end of the dim, or a range of a different owner begins inside.
-    if any(start % factor for start, _ in runs) or any(stop % factor for _, stop in runs[:-1]):
+    if any(start % block for start, _ in runs) or any(stop % block for _, stop in runs[:-1]):
         return None
-    return tuple((start // factor, -(-stop // factor)) for start, stop in runs)
+    return tuple((start // block, -(-stop // block)) for start, stop in runs)

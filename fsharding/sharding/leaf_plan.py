@@ -21,8 +21,8 @@ from fsharding.base.errors import LayoutError, SpecError, did_you_mean, listed, 
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.sharding import boxes
 from fsharding.sharding.assigned import Assigned, Stages, assignment, objection, stage_of
+from fsharding.sharding.block_scales import blocks_by_owner
 from fsharding.sharding.leaf_names import begins, joined
 from fsharding.sharding.memory_kinds import HERE
 from fsharding.sharding.named_sharding import NamedSharding
@@ -231,11 +231,8 @@ def plan_leaf(
     axes = _axes_of(leaf, mesh, rules)
     spec, assigned = _assign(leaf, axes.model, mesh, stages)
     dims, data = _data_dims(leaf, axes)
-    # Without a dim whose shards end on blocks the first one stays, and `Layout.check_blocks` reports it.
-    fitting = (d for d in dims if blocks is None or _ends_on_blocks(leaf, d, axes, data, mesh, strategy, blocks))
-    dim = next(fitting, dims[0] if dims else None)
 
-    def sharding(kind: str) -> NamedSharding:
+    def sharding(kind: str, dim: int | None) -> NamedSharding:
         part = _STRATEGY_PART[kind]
         over = tuple(a for a in data if dim is not None and strategy.cut(part, a))
         by_dim = P(*((*model, *over) if d == dim else model for d, model in enumerate(spec)))
@@ -248,7 +245,19 @@ def plan_leaf(
         # 0-d leaves stay on the device: copying one costs more than its memory is worth.
         return strategy.memory_of(kind, leaf.path) if leaf.shape else HERE
 
-    shardings = {kind: sharding(kind) for kind in _STRATEGY_PART}
+    def ends_on_blocks(dim: int) -> bool:
+        place = dim - (len(leaf.shape) - 2)
+        if blocks is None or place < 0:
+            return True
+        if leaf.names and isinstance(leaf.names[dim], Fused):
+            return False
+        block = blocks.sizes(leaf.shape)[place]
+        shards = (sharding(kind, dim) for kind in ("params", "main"))
+        return all(blocks_by_owner(x, dim, leaf.shape[dim], block) is not None for x in shards)
+
+    # Without a dim whose shards end on blocks the first one stays, and `Layout.check_blocks` reports it.
+    dim = next(filter(ends_on_blocks, dims), dims[0] if dims else None)
+    shardings = {kind: sharding(kind, dim) for kind in _STRATEGY_PART}
     return LeafLayout(
         leaf.path, leaf.shape, leaf.init, leaf.names, leaf.trainable, **shardings,
         moment_memory=memory_of("moments"), compute=memory_of("compute"),
@@ -292,21 +301,6 @@ def _data_dims(leaf: NamedLeaf, axes: _Axes) -> tuple[list[int], tuple[str, ...]
     return dims, tuple(a for a in (*order, "replica") if a not in axes.owned)
 
 
-def _ends_on_blocks(
-    leaf: NamedLeaf, dim: int, axes: _Axes, data: Sequence[str], mesh: Mesh, strategy: Strategy, blocks: Blocks
-) -> bool:
-    """Return whether shards of a leaf's params and main end at block boundaries if data axes shard a dim."""
-    place = dim - (len(leaf.shape) - 2)
-    if place < 0:
-        return True
-    if leaf.names and isinstance(leaf.names[dim], Fused):
-        return False
-    sizes = abstract(mesh)
-    block = blocks.sizes(leaf.shape)[place]
-    cuts = ([*axes.model[dim], *(a for a in data if strategy.cut(part, a))] for part in ("params", "opt_state"))
-    return all(boxes.ends_on(leaf.shape[dim], [sizes.axis_size(a) for a in cut], block) for cut in cuts)
-
-
 def objections_to_cuts(leaf: LeafLayout, blocks: Blocks) -> list[str]:
     """Return a row for each dim of a leaf whose shards split blocks."""
     result: list[str] = []
@@ -314,10 +308,7 @@ def objections_to_cuts(leaf: LeafLayout, blocks: Blocks) -> list[str]:
         size = leaf.shape[dim]
         block = blocks.sizes(leaf.shape)[dim - (len(leaf.shape) - 2)]
         for sharding in (leaf.params, leaf.main):
-            pieces = [abstract(sharding.mesh).axis_size(a) for a in sharding.axes(dim)]
-            parts = next((a.ranges for a in sharding.assigned if a.dim == dim), ())
-            borders = {end for runs in parts for run in runs for end in run}
-            if boxes.ends_on(size, pieces, block) and all(end % block == 0 or end == size for end in borders):
+            if blocks_by_owner(sharding, dim, size, block) is not None:
                 continue
             over = (*sharding.axes(dim), *(a.axis for a in sharding.assigned if a.dim == dim))
             count = math.prod(abstract(sharding.mesh).axis_size(a) for a in over)

@@ -341,3 +341,16 @@ def test_a_leaf_of_parts_is_one_that_tp_shards():
     with warnings.catch_warnings(action="error"):
         layout = fs.plan_layout({"qkv": leaf(8, 4)}, MESH, names={"qkv": (fs.Fused("heads", (4, 2, 2)), "embed")})
     assert layout.params["qkv"].local_shape((8, 4)) == (4, 1)
+
+
+def test_parts_of_a_dim_are_cut_on_borders_of_blocks():
+    mesh = AbstractMesh(("pp", "dp", "tp"), (2, 4, 2))
+    rules, names = fs.AxisRules(rows="pp", parts="tp"), {"w": ("rows", fs.Fused("parts", (64, 64)))}
+    precision = fs.Precision(gather=fs.formats.MXFP8)
+    fs.plan_layout({"w": leaf(64, 128)}, mesh, rules, names=names, precision=precision)
+    text = refusal(
+        fs.plan_layout, {"w": leaf(64, 128)}, mesh, rules, names=names, precision=precision, align=True,
+        kind=LayoutError,
+    )  # fmt: skip
+    row = "  w is float32[64, 128], dim 1: 128 over dp, tp gives 8 shards of 16, blocks have 32"
+    assert text.splitlines()[1] == row
