@@ -77,9 +77,9 @@ def beside(folder: Path, name: str) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------------- JSON
-def read_json(path: StrPath, *, most: int, values: int = 1_000_000, finite: bool = True) -> Any:
+def read_json(path: StrPath, *, most: int, finite: bool = True) -> Any:
     """Read a JSON file; see `read_plain` and `parse_json`."""
-    return parse_json(read_plain(path, most), values=values, finite=finite)
+    return parse_json(read_plain(path, most), finite=finite)
 
 
 def parse_json(data: bytes, *, values: int = 1_000_000, finite: bool = True, negative: bool = True) -> Any:
