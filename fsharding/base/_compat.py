@@ -175,22 +175,19 @@ def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
     return decorate
 
 
-def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
+def cache_on_its_mesh(fn: _Function) -> _Function:
     """Cache a function whose first argument has a `mesh`, in that mesh."""
 
-    def decorate(fn: _Function) -> _Function:
-        @cache_on_mesh(maxsize)
-        def with_mesh(mesh: Any, value: Any, *args: Any) -> Any:
-            return fn(value, *args)
+    @cache_on_mesh()
+    def with_mesh(mesh: Any, value: Any, *args: Any) -> Any:
+        return fn(value, *args)
 
-        @outside_of_graphs
-        @functools.wraps(fn)
-        def run(value: Any, *args: Any) -> Any:
-            return with_mesh(value.mesh, value, *args)
+    @outside_of_graphs
+    @functools.wraps(fn)
+    def run(value: Any, *args: Any) -> Any:
+        return with_mesh(value.mesh, value, *args)
 
-        return run  # pyright: ignore[reportReturnType]
-
-    return decorate
+    return run  # pyright: ignore[reportReturnType]
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors

@@ -216,7 +216,7 @@ def holders_of(x: StateLeaf, ranks: tuple[int, ...]) -> dict[Box, tuple[int, ...
     return _holders(x.sharding, x.shape) if x.sharding is not None else {boxes.full(x.shape): ranks}
 
 
-@cache_on_its_mesh()
+@cache_on_its_mesh
 def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
     mesh = abstract(sharding.mesh)
     empty = not math.prod(shape)

@@ -57,7 +57,7 @@ def sharding_here(x: DTensor) -> NamedSharding:
 _ALIGN = 64  # alignment of fresh tensors, in bytes
 
 
-@cache_on_its_mesh()
+@cache_on_its_mesh
 def is_aligned(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -> bool:
     """Return whether each row of a stack is aligned like a fresh tensor, on every rank: row sizes may differ."""
     axes = [*itertools.chain(*map(sharding.axes, range(len(shape))))]

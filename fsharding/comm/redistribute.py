@@ -270,7 +270,7 @@ def _find_way(target: NamedSharding, source: NamedSharding, shape: tuple[int, ..
     return steps, stays
 
 
-_cached_way = cache_on_its_mesh()(_find_way)
+_cached_way = cache_on_its_mesh(_find_way)
 
 
 # ---------------------------------------------------------------------------------------------------- encoded leaves

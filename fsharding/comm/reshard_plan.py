@@ -106,7 +106,7 @@ def everywhere(ranks: Sequence[int]) -> NamedSharding:
     return NamedSharding(AbstractMesh(("dp",), (len(ranks),), tuple(ranks)))
 
 
-@cache_on_its_mesh()
+@cache_on_its_mesh
 def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Grid, list[int]]:
     """Return the ranks that hold each part, both in the order of the mesh."""
     mesh = abstract(sharding.mesh)
@@ -118,7 +118,7 @@ def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Grid, list
     return result
 
 
-@cache_on_its_mesh()
+@cache_on_its_mesh
 def grids(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Grid]:
     """Return the grid of each rank, without ranks that hold no part."""
     return {rank: grid for grid, ranks in _holders(sharding, shape).items() for rank in ranks}

@@ -33,7 +33,7 @@ class Step:
     dim: int = -1  # tensor dim that is sharded or joined; -1 for "sum"
 
 
-@cache_on_its_mesh()
+@cache_on_its_mesh
 def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
     """Plan the steps from one sharding to another on one mesh; axes over which `target` is unreduced aren't summed."""
     source = source.simplified()
@@ -114,7 +114,7 @@ def begins_with_sum(steps: Sequence[Step]) -> bool:
     return bool(steps) and steps[0].kind in ("scatter", "sum")
 
 
-@cache_on_its_mesh()
+@cache_on_its_mesh
 def sharding_after(source: NamedSharding, step: Step) -> NamedSharding:
     """Return the sharding after a step."""
     partial = tuple(axis for axis in source.partial if axis not in step.axes)
@@ -182,6 +182,6 @@ def steps_of(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...
     return _steps_of(source, target if target.mesh is source.mesh else replace(target, mesh=source.mesh), shape)
 
 
-@cache_on_its_mesh()
+@cache_on_its_mesh
 def _steps_of(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> LeafSteps:
     return LeafSteps(source.simplified(), target.simplified(), shape, _plan_steps(source, target))

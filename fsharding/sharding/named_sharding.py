@@ -129,7 +129,7 @@ class NamedSharding:
             tuple(axis for axis in self.spec.axes(dim) if shape.axis_size(axis) > 1) for dim in range(len(self.spec))
         )
 
-    @cache_on_its_mesh()
+    @cache_on_its_mesh
     def simplified(self) -> NamedSharding:
         """Return this sharding without axes of size 1."""
         shape = abstract(self.mesh)
@@ -137,7 +137,7 @@ class NamedSharding:
         partial, owned = (tuple(a for a in x if shape.axis_size(a) > 1) for x in (self.partial, self.owned))
         return replace(self, spec=spec, partial=partial, owned=owned)
 
-    @cache_on_its_mesh()
+    @cache_on_its_mesh
     def drop(self, dim: int = 0) -> NamedSharding:
         """Return the sharding of one index along a dim, such as one layer of a stacked leaf."""
         left = tuple(
@@ -146,7 +146,7 @@ class NamedSharding:
         owned = tuple(axis for axis in self.owned if axis not in self.spec.axes(dim))
         return replace(self, spec=self.spec.drop(dim), assigned=left, owned=owned)
 
-    @cache_on_its_mesh()
+    @cache_on_its_mesh
     def slice_of_mesh(self) -> NamedSharding:
         """Return this sharding without its assignments: that of a leaf's part on its slice of the mesh."""
         return replace(self, assigned=())
@@ -210,7 +210,7 @@ class NamedSharding:
             raise SpecError(report(text, mend="Use fs.make_mesh."))
         return mesh_view.view(self.mesh, self.spec, self.assigned, self.owned)
 
-    @cache_on_its_mesh()
+    @cache_on_its_mesh
     def placements(self) -> tuple[Placement, ...]:
         """Return the DTensor placements, one per axis of `device_mesh()`."""
         spec = self.spec
@@ -268,7 +268,7 @@ class NamedSharding:
         return text if not self.is_away else f"{text} on {tier_named(self.memory).text}"
 
 
-@cache_on_its_mesh()
+@cache_on_its_mesh
 def _assignments_alone(sharding: NamedSharding) -> NamedSharding:
     return replace(sharding, spec=P(), owned=())
 

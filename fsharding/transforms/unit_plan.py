@@ -171,7 +171,7 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
     return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, seen, again)
 
 
-@cache_on_its_mesh()
+@cache_on_its_mesh
 def whole(sharding: NamedSharding) -> NamedSharding:
     """Return the sharding of a leaf that is gathered over its data axes."""
     data = sharding.data_axes
@@ -179,7 +179,7 @@ def whole(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, P(*kept), owned=sharding.owned)
 
 
-@cache_on_its_mesh()
+@cache_on_its_mesh
 def unreduced(sharding: NamedSharding) -> NamedSharding:
     """Return the sharding of a leaf's gradient in backward: full, and partial over its data axes."""
     return replace(whole(sharding), partial=tuple(sorted(sharding.data_axes, key=AXES.index)))
