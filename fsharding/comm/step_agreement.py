@@ -123,7 +123,8 @@ def comparison_of(mesh: Mesh) -> Comparison | None:
     group = everyone(mesh) if abstract(mesh).axis_size("pp") == 1 else axis_group(mesh, data_axes(mesh))
     if group.process_group is None or is_fake_world():
         return None
-    return Comparison(group.ranks, functools.partial(_numbers_of, group, getattr(mesh, "device_type", "cpu")))
+    device_type = getattr(mesh, "device_type", "cpu")
+    return Comparison(group.ranks, functools.partial(gather_numbers, group=group, device_type=device_type))
 
 
 def checks_plans() -> bool:
@@ -137,7 +138,8 @@ def compare_plans(group: Group, device_type: str, outline: str) -> None:
     # The outline has only what must be equal on all ranks: neither sizes of local shards nor memory.
     if group.process_group is not None and not is_fake_world():
         own = digest(outline)
-        assert all(other == own for other in _numbers_of(group, device_type, own)), f"{group.ranks} differ: {outline}"
+        numbers = gather_numbers(own, group, device_type)
+        assert all(other == own for other in numbers), f"{group.ranks} differ: {outline}"
 
 
 def compare_facts(facts: Mapping[str, str], mesh: Mesh) -> dict[int, dict[str, str]]:
@@ -145,8 +147,7 @@ def compare_facts(facts: Mapping[str, str], mesh: Mesh) -> dict[int, dict[str, s
     # A mesh of all ranks first checks that all of them are in the same call, by `meet`.
     ranks = everyone(mesh)
     ask = meet if ranks.size == world_size() else None
-    device = getattr(mesh, "device_type", "cpu")
-    return compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
+    return compare(facts, ranks, getattr(mesh, "device_type", "cpu"), ask=ask)
 
 
 def numbers_of_all(mesh: Mesh, own: int) -> dict[int, int]:
@@ -154,14 +155,8 @@ def numbers_of_all(mesh: Mesh, own: int) -> dict[int, int]:
     group = everyone(mesh)
     if group.process_group is None or is_fake_world():
         return dict.fromkeys(group.ranks, own)
-    numbers = _numbers_of(group, getattr(mesh, "device_type", "cpu"), own)
+    numbers = gather_numbers(own, group, getattr(mesh, "device_type", "cpu"))
     return dict(zip(group.ranks, numbers, strict=True))
-
-
-def _numbers_of(group: Group, device: str, own: int) -> list[int]:
-    """Gather a number from every rank of a group, in the order of its members. Collective."""
-    assert group.process_group is not None
-    return gather_numbers(own, group.size, group.process_group, device)
 
 
 class _Coding(NamedTuple):

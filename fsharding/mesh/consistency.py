@@ -22,7 +22,7 @@ from fsharding.base import _compat
 from fsharding.base.errors import ConfigError, message
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.failures import among
-from fsharding.mesh.groups import meet_first
+from fsharding.mesh.groups import Group, meet_first
 from fsharding.mesh.unit_order import by_value
 
 __all__ = ["checksum", "compare", "differences", "digest", "facts_of", "gather_numbers", "refuse_differences"]
@@ -36,36 +36,35 @@ _ATTRIBUTE, _KEY = "attribute", "key"
 
 
 def compare(
-    facts: Mapping[str, str],
-    *,
-    ranks: Sequence[int],
-    group: dist.ProcessGroup | None,
-    device: str,
-    ask: Callable[[int], list[int]] | None = None,
+    facts: Mapping[str, str], group: Group, device_type: str, *, ask: Callable[[int], list[int]] | None = None
 ) -> dict[int, dict[str, str]]:
     """Return the facts of all ranks of a group if any differ, else nothing. Collective."""
-    if group is None:
+    if group.process_group is None:
         return {}
     own = digest(facts)
-    everyones = gather_numbers(own, len(ranks), group, device) if ask is None else ask(own)
+    everyones = gather_numbers(own, group, device_type) if ask is None else ask(own)
     if all(other == own for other in everyones):
         return {}
-    answers: list[Any] = [None] * len(ranks)
-    with among(ranks):
-        dist.all_gather_object(answers, dict(facts), group=group)
-    return dict(zip(ranks, answers, strict=True))
+    answers: list[Any] = [None] * group.size
+    with among(group.ranks):
+        dist.all_gather_object(answers, dict(facts), group=group.process_group)
+    return {rank: answers[place] for rank, place in zip(group.ranks, group.order, strict=True)}
 
 
-def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -> list[int]:
-    """All-gather an int64 of each rank of a group, in the group's order. Collective."""
+def gather_numbers(own: int, group: Group, device_type: str) -> list[int]:
+    """All-gather an int64 of each rank of a group, in the order of its members. Collective."""
+    process_group = group.process_group
+    if process_group is None:
+        return [own]
     # On the host if the group has a backend for it: on a device, the numbers would wait for its kernels.
-    where = "cpu" if backend_of(group, "cpu") else device
+    where = "cpu" if backend_of(process_group, "cpu") else device_type
     term = torch.full((1,), own, dtype=torch.int64, device=where)
-    result = term.expand(size).contiguous()  # fake ranks leave this rank's number in place of theirs
-    meet_first(group, where, _compat.group_timeout(group))
-    with among(dist.get_process_group_ranks(group)):
-        _compat.all_gather_single(result, term, group=group)
-    return result.tolist()
+    result = term.expand(group.size).contiguous()  # fake ranks leave this rank's number in place of theirs
+    meet_first(process_group, where, _compat.group_timeout(process_group))
+    with among(sorted(group.ranks)):
+        _compat.all_gather_single(result, term, group=process_group)
+    numbers = result.tolist()
+    return [numbers[place] for place in group.order]
 
 
 def refuse_differences(facts: Mapping[int, Mapping[str, str]]) -> None:

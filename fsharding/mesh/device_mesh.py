@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from itertools import combinations
 from typing import Any, Literal, Never, TypeAlias, TypedDict, Unpack, cast
@@ -30,7 +30,7 @@ from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_sha
 from fsharding.mesh.backends import backend_of, has_fake_backend
 from fsharding.mesh.consistency import compare, refuse_differences
 from fsharding.mesh.failures import naming_lost, own_rank, world_size
-from fsharding.mesh.groups import close_unused, find_group, group_among, meet_first
+from fsharding.mesh.groups import Group, close_unused, find_group, group_among, meet_first
 from fsharding.mesh.meeting import meet, set_meeting
 from fsharding.mesh.rendezvous import FRESH_STORE, meet_all, shares_launchers_store
 from fsharding.mesh.shutdown import rest_at_exit
@@ -274,7 +274,7 @@ def _made(
     uses = ("", _REDUCTIONS)[:communicators]
     world = dist.get_world_size()
     if world > 1:
-        refuse_differences(compare(facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet))
+        refuse_differences(compare(facts, Group(tuple(range(world)), own_rank(), _world()), device, ask=meet))
     # All ranks take part in making a group, so groups over several axes are made now if later not all ranks would ask
     # for them: ranks outside of the mesh may never use it, and pipeline stages gather over different axes.
     several = shape.names if grid.numel() < world else data_axes(shape) if shape.axis_size("pp") > 1 else ()
@@ -435,46 +435,6 @@ def data_rank_and_size(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
         index = index * size + coord.get(axis, 0)
         count = count * size
     return index, count
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks whose coordinates differ only along some axes."""
-
-    ranks: tuple[int, ...]  # global ranks in the order of the axes, major first
-    index: int  # this process's position among them
-    process_group: dist.ProcessGroup | None  # None for a group of one rank
-    # Members in the order in which sums add them: by coordinate, with the axes as in `AXES`. So a sum over `(dp,
-    # replica)`, and one over `dp` and then `replica`, add the same pairs. A range if that is the order of `ranks`.
-    terms: tuple[int, ...] | range = range(1)
-    axes: tuple[str, ...] = ()  # ordered as in `AXES`; empty if the ranks aren't those of one mesh
-    transport: str = "auto"  # as passed to `make_mesh`
-
-    @functools.cached_property
-    def transports(self) -> dict[str, Any]:
-        """The selected transport by device type; `comm.transport` writes it."""
-        return {}
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
-
-    @functools.cached_property
-    def order(self) -> tuple[int, ...]:
-        """Rank inside `process_group` of each member."""
-        in_group = {rank: i for i, rank in enumerate(sorted(self.ranks))}
-        return tuple(in_group[rank] for rank in self.ranks)
-
-    @functools.cached_property
-    def by_rank(self) -> tuple[int, ...]:
-        """Member at each rank inside `process_group`: the inverse of `order`."""
-        return tuple(sorted(range(self.size), key=self.order.__getitem__))
-
-    @functools.cached_property
-    def in_order(self) -> bool:
-        """Whether the ranks of `process_group` are in the order of the axes."""
-        return self.order == tuple(range(self.size))
 
 
 @functools.lru_cache(maxsize=64)

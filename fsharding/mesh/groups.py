@@ -5,11 +5,13 @@ All ranks make and close the same groups in the same order; no group is closed w
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from fsharding.mesh.backends import backend_of, default_store, own_connection
 from fsharding.mesh.failures import among, own_rank, world_size
 from fsharding.mesh.meeting import meet
 
-__all__ = ["Key", "close_unused", "find_group", "group_among", "groups_of_another_world", "meet_first"]
+__all__ = ["Group", "Key", "close_unused", "find_group", "group_among", "groups_of_another_world", "meet_first"]
 
 Key = tuple[tuple[int, ...], timedelta, str]
 """The sorted ranks of a group, its timeout, and its use: "" for any, or the purpose of a separate group."""
@@ -27,6 +29,46 @@ Key = tuple[tuple[int, ...], timedelta, str]
 # A group is closed once this many meshes were made without it: a run that swaps strategies returns to earlier meshes.
 _SPARE_MESHES = 8
 _BITS = 62  # groups per `meet`, one bit of an int64 each
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks whose coordinates differ only along some axes."""
+
+    ranks: tuple[int, ...]  # global ranks in the order of the axes, major first
+    index: int  # this process's position among them
+    process_group: dist.ProcessGroup | None  # None for a group of one rank
+    # Members in the order in which sums add them: by coordinate, with the axes as in `AXES`. So a sum over `(dp,
+    # replica)`, and one over `dp` and then `replica`, add the same pairs. A range if that is the order of `ranks`.
+    terms: tuple[int, ...] | range = range(1)
+    axes: tuple[str, ...] = ()  # ordered as in `AXES`; empty if the ranks aren't those of one mesh
+    transport: str = "auto"  # as passed to `make_mesh`
+
+    @functools.cached_property
+    def transports(self) -> dict[str, Any]:
+        """The selected transport by device type; `comm.transport` writes it."""
+        return {}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """Rank inside `process_group` of each member."""
+        in_group = {rank: i for i, rank in enumerate(sorted(self.ranks))}
+        return tuple(in_group[rank] for rank in self.ranks)
+
+    @functools.cached_property
+    def by_rank(self) -> tuple[int, ...]:
+        """Member at each rank inside `process_group`: the inverse of `order`."""
+        return tuple(sorted(range(self.size), key=self.order.__getitem__))
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether the ranks of `process_group` are in the order of the axes."""
+        return self.order == tuple(range(self.size))
 
 
 @dataclass

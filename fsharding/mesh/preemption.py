@@ -203,11 +203,8 @@ def requested(mesh: Mesh | None = None) -> bool:
     global _agreed
     if mesh is not None:
         with naming_lost("fs.preemption.requested", mesh):
-            ranks, device = everyone(mesh), getattr(mesh, "device_type", "cpu")
-            stop = pending()
-            if ranks.process_group is not None:
-                stop = any(gather_numbers(int(stop), ranks.size, ranks.process_group, device))
-            _agreed = stop
+            device_type = getattr(mesh, "device_type", "cpu")
+            _agreed = any(gather_numbers(int(pending()), everyone(mesh), device_type))
     elif isinstance(_agreed, Tensor):
         _agreed = bool(_agreed)
     return _agreed is True or (world_size() == 1 and pending())

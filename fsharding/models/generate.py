@@ -386,4 +386,4 @@ def _agree(mesh: DeviceMesh, rows: Sequence[Tensor], count: int, sampling: _Samp
     for axis, facts in (("tp", settings | own), ("ep", settings)):
         group = axis_group(mesh, (axis,) if abstract(mesh).axis_size(axis) > 1 else ())
         if group.size > 1:
-            refuse_differences(compare(facts, ranks=group.ranks, group=group.process_group, device=mesh.device_type))
+            refuse_differences(compare(facts, group, mesh.device_type))

@@ -156,7 +156,7 @@ def _agree(plan: Plan, group: Group, device: torch.device) -> None:
     if group.size == world_size():
         digests = meet(plan.digest)
     else:
-        digests = gather_numbers(plan.digest, group.size, group.process_group, device.type)
+        digests = gather_numbers(plan.digest, group, device.type)
     others = [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != plan.digest]
     if others:
         text = f"got different arguments on different ranks: rank {own_rank()} and ranks {others} differ."

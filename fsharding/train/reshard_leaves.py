@@ -256,7 +256,7 @@ def _size_of_staged(x: DTensor) -> tuple[int, ...]:
     if group.process_group is None:
         return shape
     with naming_lost(public_name(), sharding.mesh):
-        first = max(gather_numbers(own, group.size, group.process_group, x.device_mesh.device_type))
+        first = max(gather_numbers(own, group, x.device_mesh.device_type))
     return () if first == _SCALAR else (first - 1, *shape[1:])
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fsharding.base import _compat
 from fsharding.mesh import backends, failures
 from fsharding.mesh.consistency import gather_numbers
+from fsharding.mesh.device_mesh import Group
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 
@@ -51,7 +52,7 @@ def several_backends():
     return (
         names,
         _compat.group_timeout(group),
-        gather_numbers(dist.get_rank() + 1, dist.get_world_size(), group, "cuda"),
+        gather_numbers(dist.get_rank() + 1, Group((0, 1), dist.get_rank(), group), "cuda"),
     )
 
 

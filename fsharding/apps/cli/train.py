@@ -201,9 +201,8 @@ def _agree(config: TrainConfig, data: fs.data.Data, validation: fs.data.Data | N
     facts["fingerprint of --data"] = data.fingerprint()
     facts["fingerprint of --val-data"] = "none" if validation is None else validation.fingerprint()
     facts["checkpoint to go on from"] = "none" if choice.path is None else choice.path.name
-    ranks = everyone(mesh)
     with naming_lost("fsharding train", mesh):
-        refuse_differences(compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=mesh.device_type))
+        refuse_differences(compare(facts, everyone(mesh), mesh.device_type))
 
 
 def _layout(config: TrainConfig, model: fs.models.Model, done: int, mesh: Any = None) -> fs.Layout:

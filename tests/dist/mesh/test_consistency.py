@@ -13,6 +13,8 @@ from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import _train
 from fsharding.base import _compat
 from fsharding.base.errors import BatchError, ConfigError
+from fsharding.mesh.consistency import compare, gather_numbers
+from fsharding.mesh.device_mesh import axis_group
 from fsharding.testing import RankPool, run_ranks
 
 CONFIG = fs.models.DecoderConfig(vocab_size=50, dim=16, layers=4, heads=4, kv_heads=2, intermediate_size=20)
@@ -154,3 +156,14 @@ def test_ranks_that_were_started_with_different_options_are_refused(tmp_path):
         "fsharding is set up differently on different ranks.\n  --seed: rank 1 has 1, rank 0 has 0\n"
     )
     assert not [*tmp_path.iterdir()], "nothing has been written"
+
+
+def in_another_order():
+    group = axis_group(fs.make_mesh(tp=2, ranks=(1, 0), device="cpu", timeout=timedelta(seconds=20)), ("tp",))
+    rank = dist.get_rank()
+    return group.ranks, gather_numbers(rank, group, "cpu"), compare({"rank": str(rank)}, group, "cpu")
+
+
+def test_ranks_of_a_mesh_in_another_order_are_told_apart():
+    for found in run_ranks(in_another_order, 2):
+        assert found == ((1, 0), [1, 0], {1: {"rank": "1"}, 0: {"rank": "0"}})
