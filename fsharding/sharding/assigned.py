@@ -44,7 +44,7 @@ class Assigned:
     @classmethod
     def parts(cls, axis: str, dim: int, sizes: Sequence[int], pieces: int) -> Assigned:
         """Split each part of a fused dim, such as q, k and v, into ceil-chunks over the axis."""
-        return cls(axis, dim, tuple(boxes.parts(sum(sizes), sizes, pieces, c) for c in range(pieces)))
+        return cls(axis, dim, tuple(boxes.parts(sizes, pieces, c) for c in range(pieces)))
 
 
 def normal(stages: Mapping[str, int | Sequence[int] | Sequence[Sequence[int]]]) -> Stages:

@@ -98,9 +98,8 @@ def runs(indices: Sequence[int]) -> Runs:
     return _joined((index, index + 1) for index in indices)
 
 
-def parts(size: int, sizes: Sequence[int], pieces: int, index: int) -> Runs:
+def parts(sizes: Sequence[int], pieces: int, index: int) -> Runs:
     """Return the ranges of the `index`-th of `pieces` in a fused dim, whose parts are chunked separately."""
-    assert sum(sizes) == size, (size, sizes)
     runs: list[tuple[int, int]] = []
     start = 0
     for part in sizes:
