@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import TypeGuard
 
 from fsharding.base.errors import ConfigError, message
 
@@ -18,14 +19,13 @@ URL_MEND = (
 )
 
 
-def is_url(path: object) -> bool:
+def is_url(path: object) -> TypeGuard[str | bytes | os.PathLike[str]]:
     """Return whether a path begins with the scheme of a URL; False for other objects."""
     return isinstance(path, str | bytes | os.PathLike) and _SCHEME.match(os.fsdecode(path)) is not None
 
 
-def check_local(*paths: object) -> None:
-    """Raise for paths that are URLs; other objects are left to the caller."""
-    for path in paths:
-        if is_url(path):
-            text = f"takes paths of files and directories; got the URL {os.fsdecode(path)!r}."  # pyright: ignore[reportArgumentType]
-            raise ConfigError(message(text, mend=URL_MEND))
+def check_local(path: object) -> None:
+    """Raise for a path that is a URL; other objects are left to the caller."""
+    if is_url(path):
+        text = f"takes paths of files and directories; got the URL {os.fsdecode(path)!r}."
+        raise ConfigError(message(text, mend=URL_MEND))
