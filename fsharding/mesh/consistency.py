@@ -60,7 +60,7 @@ def gather_numbers(own: int, group: Group, device_type: str) -> list[int]:
     where = "cpu" if backend_of(process_group, "cpu") else device_type
     term = torch.full((1,), own, dtype=torch.int64, device=where)
     result = term.expand(group.size).contiguous()  # fake ranks leave this rank's number in place of theirs
-    meet_first(process_group, where, _compat.group_timeout(process_group))
+    meet_first(process_group, where)
     with among(sorted(group.ranks)):
         _compat.all_gather_single(result, term, group=process_group)
     numbers = result.tolist()

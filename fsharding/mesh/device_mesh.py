@@ -165,14 +165,13 @@ def make_mesh(
 def _full_tensor_of(x: DTensor) -> Generator[None]:
     """Make `DTensor.full_tensor` raise a `RankError` if it fails on a mesh of `make_mesh`, or on a part of one."""
     mesh = x.device_mesh
-    timeout = _made_with(mesh, "timeout", None)
-    if timeout is None:
+    if _made_with(mesh, "timeout", None) is None:
         yield
         return
     with naming_lost("DTensor.full_tensor", mesh):
         for dim, placement in enumerate(x.placements):
             if not placement.is_replicate() and mesh.size(dim) > 1:
-                meet_first(mesh.get_group(dim), mesh.device_type, timeout)
+                meet_first(mesh.get_group(dim), mesh.device_type)
         yield
 
 

@@ -171,7 +171,7 @@ def group_among(families: Iterable[Sequence[int]], timeout: timedelta, use: str 
 _met: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose ranks `meet_first` has seen
 
 
-def meet_first(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> None:
+def meet_first(group: dist.ProcessGroup, device_type: str) -> None:
     """Wait for all ranks of a gloo group before its first collective. Collective over the group."""
     # gloo connects ranks lazily, at their first message, and that wait ignores the group's timeout.
     store = default_store()
@@ -182,7 +182,7 @@ def meet_first(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -
     connection = own_connection(store)
     connection.set(keys[ranks.index(own_rank())], b"")
     with among(ranks):
-        connection.wait(keys, timeout)
+        connection.wait(keys, _compat.group_timeout(group))
     _met.add(group)
 
 
