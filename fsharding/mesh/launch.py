@@ -177,8 +177,8 @@ def _supervise(ranks: _Ranks, signals: _Signals, grace: float | None) -> list[An
     answers: dict[int, Answer] = {}
     failures: list[_Failure] = []
     forwarded: set[signal.Signals] = set()
-    size = len(ranks.processes)
-    while len(answers) + len(failures) < size:
+    waiting = dict(enumerate(ranks.pipes))
+    while waiting:
         signals.check()
         for number in {*signals.received} - forwarded:
             ranks.send(number)
@@ -190,15 +190,12 @@ def _supervise(ranks: _Ranks, signals: _Signals, grace: float | None) -> list[An
         if now >= until:
             break
         until = min(until, signals.began + (grace or 0.0))
-        open_ranks = [rank for rank in range(size) if rank not in answers and rank not in {f.rank for f in failures}]
-        waited = [ranks.pipes[rank] for rank in open_ranks]
-        if signals.fileno() in wait([*waited, signals.fileno()], None if until == math.inf else max(0.0, until - now)):
+        sources = [*waiting.values(), signals.fileno()]
+        if signals.fileno() in wait(sources, None if until == math.inf else max(0.0, until - now)):
             signals.drain()
-        for rank in open_ranks:
-            if not ranks.pipes[rank].poll():
-                continue
+        for rank in [rank for rank, pipe in waiting.items() if pipe.poll()]:
             try:
-                answer: Answer = pickle.loads(ranks.pipes[rank].recv_bytes())
+                answer: Answer = pickle.loads(waiting.pop(rank).recv_bytes())
             except (EOFError, OSError):
                 failures.append(_died(rank, ranks.processes[rank]))
                 continue
@@ -213,7 +210,7 @@ def _supervise(ranks: _Ranks, signals: _Signals, grace: float | None) -> list[An
     until = time.monotonic() + _EXIT_S
     for process in ranks.processes:
         process.join(max(0.0, until - time.monotonic()))
-    return [answers[rank].value for rank in range(size)]
+    return [answers[rank].value for rank in range(len(answers))]
 
 
 def _died(rank: int, process: BaseProcess) -> _Failure:
