@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fsharding.base import tree
-from fsharding.base._compat import cache_on_mesh
+from fsharding.base._compat import cache_on_its_mesh
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Runs
 from fsharding.sharding.named_sharding import NamedSharding
@@ -93,13 +93,9 @@ def is_coded(x: Any) -> bool:
     return isinstance(x, CodedMoment)
 
 
-def plan_scales(sharding: NamedSharding, shape: Sequence[int], format: Blocks) -> BlockScales:
+@cache_on_its_mesh
+def plan_scales(sharding: NamedSharding, shape: tuple[int, ...], format: Blocks) -> BlockScales:
     """Plan the scales of a leaf of at least two dims."""
-    return _plan(sharding.mesh, sharding, tuple(shape), format)
-
-
-@cache_on_mesh(1024)
-def _plan(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], format: Blocks) -> BlockScales:
     grid = format.grid(shape)
     block = format.sizes(shape)
     last = len(shape) - 2
