@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
@@ -156,11 +157,7 @@ def innermost(frame: FrameType | None) -> str:
 def loose_call(frame: FrameType | None, thread: int, *, waits: bool) -> Call:
     """Return the call of the library, or of torch, of a thread that is in no `naming_lost`."""
     # If the thread doesn't wait in an `among` block, only a collective of torch is recognizable.
-    inside: list[FrameType] = []
-    for outer in callers(frame):
-        if _is_users(outer.f_code.co_filename):
-            break
-        inside.append(outer)
+    inside = [*takewhile(lambda outer: not _is_users(outer.f_code.co_filename), callers(frame))]
     where = LIBRARY if waits else _DISTRIBUTED
     codes = [outer.f_code for outer in reversed(inside) if outer.f_code.co_filename.startswith(where)]
     if waits:
