@@ -23,7 +23,7 @@ from fsharding.base.errors import ConfigError, message
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.failures import among
 from fsharding.mesh.groups import Group, meet_first
-from fsharding.mesh.unit_order import by_value
+from fsharding.mesh.unit_order import unlike_facts
 
 __all__ = ["checksum", "compare", "differences", "digest", "facts_of", "gather_numbers", "refuse_differences"]
 
@@ -91,11 +91,9 @@ def checksum(*rows: torch.Tensor) -> int:
 def differences(facts: Mapping[int, Mapping[str, str]], *, each: bool = False) -> list[str]:
     """Word each fact that differs, the rarest value first."""
     result: dict[tuple[str, str], str] = {}
-    for name in dict.fromkeys(name for own in facts.values() for name in own):
-        having = by_value({rank: own.get(name, "nothing") for rank, own in facts.items()})
-        if len(having) > 1:
-            text = ", ".join(f"{_ranks(ranks)} {value}" for ranks, value in having)
-            result.setdefault((name if each else name.rpartition(".")[2], text), name)
+    for name, having in unlike_facts(facts):
+        text = ", ".join(f"{_ranks(ranks)} {value}" for ranks, value in having)
+        result.setdefault((name if each else name.rpartition(".")[2], text), name)
     return [f"{name}: {text}" for (_, text), name in result.items()]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from fsharding.base.errors import message
@@ -16,7 +16,7 @@ from fsharding.mesh import call_stacks
 
 __all__ = [
     "COUNTED", "DIGEST_BITS", "SAME_BUFFERS", "SAME_CONSTANTS", "SAME_KEYS", "SAME_RATES", "Comparison", "Difference",
-    "UnitOrder", "UnlikeRanks", "by_value", "differences",
+    "UnitOrder", "UnlikeRanks", "differences", "unlike_facts",
 ]  # fmt: skip
 
 _T = TypeVar("_T", bound=Hashable)
@@ -156,12 +156,9 @@ def differences(
             text = message(rule, [f"{who(ranks)}: {text}" for ranks, text in rows], mend)
             return Difference(text, tuple(odd))
     for ranks in _sharing(reports, coordinates, apart=("replica", "dp", "ep", "cp")):
-        facts = {rank: reports[rank]["facts"] for rank in ranks}
-        names = dict.fromkeys(name for of_rank in facts.values() for name in of_rank)
         rows = [
             f"{name}: {who(some)} {'has' if len(some) == 1 else 'have'} {text}"
-            for name in names
-            if len(parts := by_value({rank: of_rank.get(name, "nothing") for rank, of_rank in facts.items()})) > 1
+            for name, parts in unlike_facts({rank: reports[rank]["facts"] for rank in ranks})
             for some, text in parts
         ]
         if rows:
@@ -191,12 +188,20 @@ def _at_first_difference(reports: Mapping[int, Mapping[str, Any]]) -> list[tuple
         here = {
             rank: report["units"][place - firsts[rank]] for rank, report in reports.items() if place < report["count"]
         }
-        if len(parts := by_value({rank: code for rank, (code, _) in here.items()})) > 1:
+        if len(parts := _by_value({rank: code for rank, (code, _) in here.items()})) > 1:
             return [(ranks, f"{here[ranks[0]][1]}, entry {place + 1:,} of the call") for ranks, _ in parts]
     return []
 
 
-def by_value(values: Mapping[int, _T]) -> list[tuple[list[int], _T]]:
+def unlike_facts(facts: Mapping[int, Mapping[str, str]]) -> Iterator[tuple[str, list[tuple[list[int], str]]]]:
+    """Yield the name of each fact that differs, and the ranks at each value, the rarest first."""
+    for name in dict.fromkeys(name for own in facts.values() for name in own):
+        having = _by_value({rank: own.get(name, "nothing") for rank, own in facts.items()})
+        if len(having) > 1:
+            yield name, having
+
+
+def _by_value(values: Mapping[int, _T]) -> list[tuple[list[int], _T]]:
     """Group ranks by value, the rarest first."""
     having: dict[_T, list[int]] = {}
     for rank, value in values.items():
