@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "accelerator", "backend_for", "device_count", "is_capturing", "is_here", "missing_parts", "name_of", "new_event",
-    "new_graph", "new_stream", "on_stream", "recording", "records_graphs", "synchronize",
+    "accelerator", "backend_for", "device_count", "is_capturing", "is_here", "missing_parts", "name_of", "new_graph",
+    "on_stream", "recording", "records_graphs", "synchronize",
 ]  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def is_here(device_type: str) -> bool:
 def missing_parts(device_type: str, ranks: int) -> list[str]:
     """List what an accelerator lacks for a mesh: streams, events, or with several ranks a collective backend."""
     found: list[str] = []
-    for name, make in (("streams", torch.accelerator.current_stream), ("events", new_event)):
+    for name, make in (("streams", torch.accelerator.current_stream), ("events", torch.Event)):
         try:
             make(device_type)
         except (RuntimeError, ValueError) as error:
@@ -66,21 +66,6 @@ def synchronize() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- streams
-def new_stream(device: torch.device) -> torch.Stream:
-    """Return a new stream, with a higher priority than the default one if the device has priorities."""
-    return torch.Stream(device, priority=-1)
-
-
-def new_event(device: torch.device | str) -> torch.Event:
-    """Return an event of a device."""
-    return torch.Event(device)
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """Return this thread's current stream; None if the device has none."""
-    return torch.accelerator.current_stream(device) if is_here(device.type) else None
-
-
 @contextmanager
 def on_stream(stream: torch.Stream) -> Generator[None]:
     """Make a stream and its device current in this block; blocks may be nested."""

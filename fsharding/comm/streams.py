@@ -71,7 +71,7 @@ class DeviceStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         names: tuple[StreamName, ...] = ("gather", "reduce", "out", "in")
         self._device = device
-        self._streams = {name: devices.new_stream(device) for name in names}
+        self._streams = {name: torch.Stream(device, priority=-1) for name in names}
         self._compute: torch.Stream | None = None  # inside `on`: the stream current outside; else None
 
     @contextmanager
@@ -85,7 +85,7 @@ class DeviceStreams(Streams):
             self._compute = before
 
     def record(self, of: str) -> torch.Event:
-        event = devices.new_event(self._device)
+        event = torch.Event(self._device)
         event.record(self._current())
         return event
 

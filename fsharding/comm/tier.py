@@ -44,9 +44,8 @@ class _Host(Tier):
 
     def settle(self, x: Tensor, device: torch.device) -> None:
         """See `Tier`; during the capture of a graph nothing runs, and the replay is waited for instead."""
-        stream = devices.current_stream(device)
-        if stream is not None and not devices.is_capturing(device):
-            stream.synchronize()
+        if devices.is_here(device.type) and not devices.is_capturing(device):
+            torch.accelerator.current_stream(device).synchronize()
 
 
 DEVICE = Tier()

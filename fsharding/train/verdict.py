@@ -109,7 +109,7 @@ class PendingVerdict:
         host.copy_(verdict, non_blocking=True)
         self._event: Any = None
         if on_device:
-            self._event = devices.new_event(verdict.device)
+            self._event = torch.Event(verdict.device)
             self._event.record()
         # A NumPy view: reading it runs no tensor operation, which a dispatch mode would see.
         self._code = host.numpy()
