@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from fsharding.base.errors import RankError, report
 from fsharding.mesh.preemption import SIGNALS, announce, handling
 from fsharding.mesh.rank_process import Answer, run_rank
-from fsharding.mesh.rendezvous import INIT_METHOD, local_variables
+from fsharding.mesh.rendezvous import INIT_METHOD, local_variables, place_variables
 
 __all__ = ["launch_ranks"]
 
@@ -46,16 +46,9 @@ def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | 
         with _environment(ranks):
             for rank in range(ranks):
                 signals.check()
-                started.start(call, _place(rank, ranks, folder))
+                place = {**place_variables(rank, ranks), INIT_METHOD: Path(folder, "ranks").as_uri()}
+                started.start(call, place)
         return _supervise(started, signals, grace)
-
-
-def _place(rank: int, ranks: int, folder: str) -> dict[str, str]:
-    """Return the variables that differ between ranks, and the rendezvous."""
-    own = str(rank)
-    all_ranks = str(ranks)
-    names = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": all_ranks, "LOCAL_WORLD_SIZE": all_ranks}
-    return {**names, INIT_METHOD: Path(folder, "ranks").as_uri()}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from fsharding.mesh.failures import rank_numbers
 
 __all__ = [
     "FRESH_STORE", "INIT_METHOD", "init_arguments", "local_variables", "loopback", "meet_all",
-    "shares_launchers_store", "under_launcher",
+    "place_variables", "shares_launchers_store", "under_launcher",
 ]  # fmt: skip
 
 INIT_METHOD = "FSHARDING_INIT_METHOD"  # variable with the `init_method` of the default process group; else `env://`
@@ -55,6 +55,12 @@ def local_variables() -> dict[str, str]:
     names = () if interface is None else ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     wanted = {"TORCH_GLOO_LAZY_INIT": "1", **{name: str(interface) for name in names}}
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def place_variables(rank: int, ranks: int) -> dict[str, str]:
+    """Return the variables that tell a process which of the ranks of this machine it is."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(number) for name, number in places.items()}
 
 
 def init_arguments() -> dict[str, str]:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from fsharding.base.errors import ConfigError, message, report
 from fsharding.base.public import public
-from fsharding.mesh.rendezvous import local_variables
+from fsharding.mesh.rendezvous import local_variables, place_variables
 from fsharding.testing.failures import Failure, RankFailure, name_of, repeat, worded
 
 __all__ = ["RankPool", "run_ranks"]
@@ -62,8 +62,7 @@ _ALWAYS = ("fsharding.", "torch.distributed.")
 def _serve(rank: int, size: int, folder: str, environ: dict[str, str], pipe: Pipe) -> None:
     """Join the group, then answer calls until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update(environ)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update({**environ, **place_variables(rank, size)})
     torch.set_num_threads(1)
     threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
     with open(_stack_file(folder, rank), "w") as stack, contextlib.suppress(EOFError, BrokenPipeError):
