@@ -110,28 +110,6 @@ class _Groups:
             self.world.set_timeout(timeout)
         return _Kept(self.world)
 
-    def close(self, wanted: set[Key]) -> None:
-        self.meshes += 1
-        for key in wanted & self.by_key.keys():
-            self.by_key[key].last = self.meshes
-        old = [
-            key
-            for key, kept in self.by_key.items()
-            if self.meshes - kept.last > _SPARE_MESHES and kept.group is not self.world
-        ]
-        if old:
-            gc.collect()  # a mesh and its caches reference each other
-        for start in range(0, len(old), _BITS):
-            some = old[start : start + _BITS]
-            # A mesh, a plan or a pending collective of any rank may still use a group.
-            used = [self.by_key[key].holders() > self.by_key[key].idle for key in some]
-            anywhere = meet(sum(is_used << i for i, is_used in enumerate(used)))
-            for i, key in enumerate(some):
-                if any(mask >> i & 1 for mask in anywhere):
-                    self.by_key[key].last = self.meshes
-                elif (group := self.by_key.pop(key).group) is not None:
-                    _compat.close_group(group)
-
 
 _groups: _Groups | None = None
 
@@ -194,4 +172,25 @@ def find_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | 
 
 def close_unused(families: Iterable[Sequence[int]], timeout: timedelta, uses: Sequence[str] = ("",)) -> None:
     """Close groups that no rank uses and that recent meshes didn't need. Collective over all ranks, once per mesh."""
-    _known().close({(tuple(sorted(family)), timeout, use) for family in families for use in uses})
+    known = _known()
+    known.meshes += 1
+    wanted = {(tuple(sorted(family)), timeout, use) for family in families for use in uses}
+    for key in wanted & known.by_key.keys():
+        known.by_key[key].last = known.meshes
+    old = [
+        key
+        for key, kept in known.by_key.items()
+        if known.meshes - kept.last > _SPARE_MESHES and kept.group is not known.world
+    ]
+    if old:
+        gc.collect()  # a mesh and its caches reference each other
+    for start in range(0, len(old), _BITS):
+        some = old[start : start + _BITS]
+        # A mesh, a plan or a pending collective of any rank may still use a group.
+        used = [known.by_key[key].holders() > known.by_key[key].idle for key in some]
+        anywhere = meet(sum(is_used << i for i, is_used in enumerate(used)))
+        for i, key in enumerate(some):
+            if any(mask >> i & 1 for mask in anywhere):
+                known.by_key[key].last = known.meshes
+            elif (group := known.by_key.pop(key).group) is not None:
+                _compat.close_group(group)
