@@ -305,23 +305,23 @@ def offences_of_measures(module: Module) -> list[str]:
 # lowers its budget to the new size plus one percent; none raises it. The goals are 41,000 for the library, 48,000 in all.
 LINES = {
     "": 226,
-    "base": 2_579,
+    "base": 2_542,
     "formats": 1_635,
-    "mesh": 3_324,
-    "sharding": 3_479,
-    "comm": 5_129,
+    "mesh": 3_299,
+    "sharding": 3_441,
+    "comm": 5_120,
     "ops": 3_033,
     "transforms": 4_305,
     "optim": 3_686,
     "models": 1_900,
-    "pipeline": 2_157,
+    "pipeline": 2_139,
     "train": 4_779,
-    "checkpoint": 4_258,
-    "foreign": 1_579,
-    "interop": 4_898,
-    "testing": 1_476,
+    "checkpoint": 4_238,
+    "foreign": 1_571,
+    "interop": 4_853,
+    "testing": 1_470,
     "contrib": 3_560,
-    "apps": 3_013,
+    "apps": 2_977,
 }
 ABOVE_THE_CORE = {"apps", "contrib"}
 
