@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import _compat, devices, tree
 from fsharding.base._compat import cache_on_its_mesh
 from fsharding.base.tree import Tree
-from fsharding.comm.tier import DEVICE, HOST, compute_device, pinned, tier_of, tier_on
+from fsharding.comm.tier import DEVICE, HOST, compute_device, pinned, rows_together, tier_of, tier_on
 from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding.memory_kinds import Tier
 from fsharding.sharding.named_sharding import Local, NamedSharding, like, local_of, sharding_of
@@ -131,11 +131,20 @@ def placed_as(x: DTensor, sharding: NamedSharding) -> DTensor:
 
 
 def cast_to_memory(x: Tensor, dtype: torch.dtype, sharding: NamedSharding) -> Tensor:
-    """Cast a local tensor where it is, and return it in the tier of its sharding."""
+    """Cast a local tensor, and return it in the tier of its sharding."""
     if x.dtype == dtype:
         return to_memory(x, sharding)
-    if home_of(sharding) is HOST:
+    home, there = home_of(sharding), tier_of(x, sharding.device_type)
+    if home is HOST:
         return pinned(tuple(x.shape), dtype).copy_(x)
+    if (there, home) == (HOST, DEVICE):
+        # On the device, some rows at a time: the host would take longer than the copies, and would wait for them.
+        device = compute_device(sharding.device_type)
+        result = home.empty(tuple(x.shape), dtype, device)
+        parts = (y.split(rows_together(x.shape)) if x.ndim else (y,) for y in (result, x))
+        for new, rows in zip(*parts, strict=True):
+            new.copy_(there.get(rows, device))
+        return result
     return to_memory(x.to(dtype), sharding)
 
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
 from bench.copies import times_of
@@ -218,3 +219,37 @@ def seconds():
 def test_copies_are_hidden(pool):
     nothing, moments, at_once = pool.run(seconds, timeout=600)[0]
     assert moments <= 1.02 * nothing and at_once >= 1.1 * nothing, (nothing, moments, at_once)
+
+
+class OnHost(TorchDispatchMode):
+    """Operators that compute on the host alone, with more elements than numbers that ranks compare."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        taken, made = ([x for x in fs.tree.leaves(xs) if isinstance(x, torch.Tensor)] for xs in ([*args], [result]))
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        computes = "empty" not in func.name() and not is_view
+        if computes and all(x.is_cpu for x in (*taken, *made)) and any(x.numel() > 200 for x in made):
+            self.names.add(func.name())
+        return result
+
+
+def computed_on_host(level, memory):
+    strategy = fs.zero(level).with_memory(**dict.fromkeys(memory, "host"))
+    case = replace(BASE, strategy=strategy, precision=fs.BF16, donate=True, microbatches=2)
+    with on_device(SIM), small_windows():
+        batches, state, step = begun(case)
+        with OnHost() as seen:
+            step(state, batches[2])
+        return seen.names
+
+
+@pytest.mark.parametrize("memory", [("main", "moments"), ("params", "main", "moments", "grads")])
+@pytest.mark.parametrize("level", [1, 3])
+def test_the_host_computes_nothing(pool, level, memory):
+    """It took half a second to cast 956 M main parameters, for which the device waited."""
+    assert pool.run(computed_on_host, level, memory) == [set(), set()]
