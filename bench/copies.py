@@ -1,6 +1,6 @@
 """What a step copies to the host and back, and which share of it is hidden, by what is kept there.
 
-    python -m bench.copies [--preset bench-1b] [--ranks 8] [--host-gbs 55]
+    python -m bench.copies [--preset bench-1b] [--ranks 8] [--seq-len 1024] [--host-gbs 55]
 
 Steps of a rank run on fake tensors of the simulated device of the tests, whose attention has no fused kernel;
 `timeline_of` places them in time at given rates. What the CPU computes takes no time here.
@@ -65,13 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="bench-1b")
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--host-gbs", type=float, default=55.0)
     options = parser.parse_args()
     sim_device.build()
     sim_device.join()
     rates = Rates(flops=500e12, memory=2500e9, link=200e9, latency=20e-6, host=options.host_gbs * 1e9)
     model = decoder(recipe(options.preset).config)
-    tokens = torch.empty(4, 1024, dtype=torch.int64, device="meta")
+    tokens = torch.empty(4, options.seq_len, dtype=torch.int64, device="meta")
     rows = [(name, memory, fs.policies.save_except_gathered) for name, memory in KEPT.items()]
     rows += [(policy.name, {}, policy) for policy in (fs.policies.offload_inputs, fs.policies.offload)]
     print("| on the host | step, ms | compute, ms | copies, ms | hidden |\n|---|---|---|---|---|")

@@ -25,7 +25,7 @@ from fsharding.optim import windows
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import RankPool, device_mesh
-from fsharding.train.in_flight import free_copies
+from fsharding.train.in_flight import copies_in_flight
 from tests import sim_device
 from tests.decoders import DecoderCase
 from tests.helpers import bits
@@ -168,7 +168,8 @@ def train(
                     state, metrics = step(state, batch)
                 skipped = torch.as_tensor(metrics.skipped, device=device)
                 numbers.append(torch.stack((metrics.loss, metrics.grad_norm, metrics.count, skipped.float())))
-            free_copies(state)
+            if (copies := copies_in_flight(state)) is not None:
+                copies.shrink()
         return watch.seen(numbers, state), [log.rows for log in watch.logs]
 
 

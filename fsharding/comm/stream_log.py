@@ -124,12 +124,15 @@ class RecordingStreams(Streams):
         finally:
             _, self._left = self._regions.pop()
 
-    def wait(self, event: Any) -> None:
+    def current(self) -> str:
+        return self._current[-1]
+
+    def wait(self, event: Any, on: str | None = None) -> None:
         self._look_for_freed()
         assert isinstance(event, int), "an event of other streams"
         if self._labels[event] == "gathered on gather":
             self._unit = self._left
-        self.rows.append(Row(self._current[-1], "wait", self._labels[event], event=event))
+        self.rows.append(Row(on or self._current[-1], "wait", self._labels[event], event=event))
 
     def wait_all(self) -> None:
         for stream in (COMPUTE, "gather", "reduce"):

@@ -46,8 +46,11 @@ class Streams:
     def record(self, of: str) -> Any:
         """Record an event on the current stream, named for logs; returns None if there is one stream only."""
 
-    def wait(self, event: Any) -> None:
-        """Have the current stream wait for an event before all later operations."""
+    def current(self) -> Any:
+        """Return the current stream, for `wait`; None if there is one stream only."""
+
+    def wait(self, event: Any, on: Any = None) -> None:
+        """Have a stream, the current one by default, wait for an event before all later operations."""
 
     def wait_all(self) -> None:
         """Have the current stream wait for all work given to the compute, gather and reduce streams so far."""
@@ -89,8 +92,11 @@ class DeviceStreams(Streams):
         event.record(self._current())
         return event
 
-    def wait(self, event: torch.Event) -> None:
-        self._current().wait_event(event)
+    def current(self) -> torch.Stream:
+        return self._current()
+
+    def wait(self, event: torch.Event, on: torch.Stream | None = None) -> None:
+        (self._current() if on is None else on).wait_event(event)
 
     def wait_all(self) -> None:
         current = self._current()

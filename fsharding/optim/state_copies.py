@@ -4,12 +4,13 @@
     backward   free the rest; copy windows of the state in, as activations free memory
     update     each window once it is here; copy it out
 
-Copies use no memory that the step would not need without them: at most as many bytes are allocated as when forward was
-at its last unit. Each host decides alone, since copies are not collective.
+Copies use no memory that a step would not need without them: a window fits below the most that the step before needed,
+beside all that it needed until its update. Each host decides alone, since copies are not collective.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -17,12 +18,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from fsharding.base import tree
+from fsharding.base.tree import Tree
 from fsharding.comm.streams import streams_for
 from fsharding.comm.tier import compute_device
 from fsharding.comm.transfers import NOTHING, Between, InFlight, Transfer, Transfers
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding.layout import Layout
+from fsharding.sharding.memory_kinds import HERE
 from fsharding.sharding.named_sharding import local_of
 
 __all__ = ["AT_ONCE", "Piece", "UpdateCopies", "copies_of"]
@@ -35,10 +40,10 @@ class UpdateCopies:
     """The copies of updates; this class begins them with an update, and the host waits for them at its end."""
 
     @contextmanager
-    def running(self, leaves: Mapping[str, Any], leaving: InFlight | None) -> Generator[None]:
-        """Run a step on a state inside the `with` block: its leaves by path, and its copies that are in flight."""
+    def running(self, held: Mapping[str, Tree], leaving: InFlight | None) -> Generator[None]:
+        """Run a step inside the `with` block: `state` and `params` of its update, and their copies in flight."""
         if leaving is not None:
-            leaving.shrink()
+            leaving.settle()
         yield
 
     def of_microbatch(self, *, last: bool) -> Between:
@@ -60,35 +65,55 @@ class UpdateCopies:
         """Return how many bytes that are copied out may stay on the device."""
         return 0
 
-    def leave(self, leaving: InFlight) -> None:
-        """End the update, whose last copies are in flight."""
+    def cast(self, param: str) -> torch.dtype | None:
+        """Return the dtype in which a main parameter is needed on the device when it is updated; None if it isn't."""
+        return None
+
+    def leave(self, leaving: InFlight, casts: Mapping[str, DTensor]) -> None:
+        """End the update, whose last copies are in flight, with the casts of main parameters on the device."""
         leaving.settle()
+
+    def on_device(self, main: Tree) -> Tree:
+        """Return main parameters with the casts of the last update in place of those that it has."""
+        return main
 
     def left(self) -> InFlight | None:
         """Return the copies that the last update left in flight; None if it waited for them."""
         return None
+
+    def release(self) -> None:
+        """Free the memory of copies that are in flight, when no step follows soon."""
 
 
 AT_ONCE = UpdateCopies()
 
 
 def copies_of(layout: Layout) -> UpdateCopies:
-    """Return the copies of the updates of a layout; tiers that can fail, and a CPU, have nothing to begin early."""
+    """Return the copies of the updates of a layout: at once on a CPU, with tiers that can fail, and on the host."""
     choices = layout.strategy.memory
-    if not choices or any(choice.tier.can_fail for choice in choices) or isinstance(layout.mesh, AbstractMesh):
+    late = layout.updated_on_host or any(choice.tier.can_fail for choice in choices)
+    if not choices or late or isinstance(layout.mesh, AbstractMesh):
         return AT_ONCE
     device = compute_device(layout.mesh.device_type)
-    return _StateCopies(device) if streams_for(device).several else AT_ONCE
+    return _StateCopies(device, layout) if streams_for(device).several else AT_ONCE
 
 
 class _StateCopies(UpdateCopies, Between):
     """Copies that begin before an update and end after it."""
 
     # `_windows` has the pieces of the last update, in its order. `_here` has pieces that are on the device, or on their
-    # way. `_highest` is the most that was allocated when a unit began or was left, without copies of the state.
+    # way. `_forward` and `_backward` have what was allocated, without copies of the state, when a unit began and when
+    # backward had left one; `_before` has those of the step before, whose batches were probably as large.
+    # Parameters on the device are cast from main ones that are updated there, which then needn't be read again.
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, layout: Layout) -> None:
         self._device = device
+        self._dtypes = {
+            leaf.path: layout.param_dtype(leaf)
+            for leaf in layout.leaves
+            if leaf.params.memory == HERE != leaf.main.memory and layout.rounds(leaf) is None
+        }
+        self._casts: Mapping[str, DTensor] = {}
         self._streams, self._transfers = streams_for(device), Transfers(device)
         self._windows: list[Mapping[Piece, int]] = []
         self._coming: deque[Mapping[Piece, int]] = deque()
@@ -97,22 +122,25 @@ class _StateCopies(UpdateCopies, Between):
         self._left: InFlight | None = None
         self._leaves: Mapping[str, Any] = {}
         self._runs = self._is_last = False
-        self._highest = self._before = 0
+        self._forward: list[int] = []
+        self._backward: list[int] = []
+        self._before: tuple[list[int], list[int]] = [], []
 
     @contextmanager
-    def running(self, leaves: Mapping[str, Any], leaving: InFlight | None) -> Generator[None]:
+    def running(self, held: Mapping[str, Tree], leaving: InFlight | None) -> Generator[None]:
         """See `UpdateCopies`."""
         self._streams, self._transfers = streams_for(self._device), Transfers(self._device)
         if leaving is not self._leaving:
             self._leaving.shrink()
             self._leaving = InFlight(self._device) if leaving is None else leaving
-        before, self._windows = self._windows, []
-        self._leaves, self._coming = leaves, deque(before)
-        self._before, self._runs = self._used(), True
+        planned, self._windows = self._windows, []
+        self._before, self._forward, self._backward = (self._forward, self._backward), [], []
         try:
+            self._leaves, self._coming = tree.named_leaves(held), deque(planned)
+            self._left, self._runs = None, True
             yield
         finally:
-            self._windows = self._windows or before  # a step that is refused updates nothing
+            self._windows = self._windows or planned  # a step that is refused updates nothing
             for transfer, _ in self._here.values():
                 self._transfers.wait(transfer)
             self._here.clear()
@@ -125,18 +153,23 @@ class _StateCopies(UpdateCopies, Between):
 
     # ------------------------------------------------------------------------------------------------ between units
     def forward(self) -> None:
-        """See `Between`: make room for the activations of a unit, as many bytes as those of the unit before."""
+        """See `Between`: make room for the activations of a unit, as many bytes as in the step before."""
         if self._runs:
-            room, growth = self._room()
-            self._leaving.shrink(max(0, room - growth))
+            used = self._used()
+            self._forward.append(used)
+            after = self._before[0][len(self._forward) :][:1]
+            self._leaving.shrink(max(0, self._highest() - max(used, *after, 0)))
 
     def backward(self) -> None:
-        """See `Between`: copy in windows that fit, after what is copied out, which may be the same memory."""
+        """See `Between`: copy in windows that fit until the update, after copies out, which may be the same memory."""
         if not self._runs:
             return
         self._leaving.shrink()
-        room, growth = self._room()
-        while self._is_last and self._coming and sum(self._coming[0].values()) <= room - growth:
+        used = self._used()
+        self._backward.append(used)
+        after = self._before[1][len(self._backward) :]
+        room = self._highest() - max(used, *after, 0) - self._arrived()
+        while self._is_last and self._coming and sum(self._coming[0].values()) <= room:
             room -= self._start(self._coming.popleft())
 
     def _start(self, window: Mapping[Piece, int]) -> int:
@@ -154,18 +187,14 @@ class _StateCopies(UpdateCopies, Between):
     def _arrived(self) -> int:
         return sum(x.nbytes for _, x in self._here.values())
 
-    def _room(self) -> tuple[int, int]:
-        """Return the bytes that copies of the state may still take, and the growth since the last unit."""
-        used = self._used()
-        growth, self._before = max(0, used - self._before), used
-        self._highest = max(self._highest, used)
-        return self._highest - used - self._arrived(), growth
+    def _highest(self) -> int:
+        """Return the most bytes that were allocated without copies of the state, in the step before or in this one."""
+        return max([*itertools.chain(*self._before), *self._forward, *self._backward], default=0)
 
     # ------------------------------------------------------------------------------------------------------- update
     def plan(self, window: Mapping[Piece, int]) -> None:
         """See `UpdateCopies`."""
         self._leaving.shrink()
-        self._left = None
         self._windows.append(window)
 
     def has(self, piece: Piece) -> bool:
@@ -180,12 +209,27 @@ class _StateCopies(UpdateCopies, Between):
 
     def most(self, leaving: InFlight) -> int:
         """See `UpdateCopies`."""
-        return max(0, self._highest - self._streams.allocated() + leaving.nbytes)
+        highest = max([*self._forward, *self._backward], default=0)
+        return max(0, highest - self._streams.allocated() + leaving.nbytes)
 
-    def leave(self, leaving: InFlight) -> None:
+    def cast(self, param: str) -> torch.dtype | None:
+        """See `UpdateCopies`."""
+        return self._dtypes.get(param)
+
+    def leave(self, leaving: InFlight, casts: Mapping[str, DTensor]) -> None:
         """See `UpdateCopies`; the state that the update made waits for the copies when it is read."""
         self._leaving = self._left = leaving
+        self._casts = casts
+
+    def on_device(self, main: Tree) -> Tree:
+        """See `UpdateCopies`."""
+        casts, self._casts = self._casts, {}
+        return tree.map_with_path(lambda path, x: casts.get(path, x), main) if casts else main
 
     def left(self) -> InFlight | None:
         """See `UpdateCopies`."""
         return self._left
+
+    def release(self) -> None:
+        """See `UpdateCopies`."""
+        self._leaving.shrink()

@@ -278,7 +278,7 @@ class _Windows:
     """Copies of the leaves of one update: a context, at whose end `UpdateContext.copies` may leave some in flight."""
 
     # `_after` has updated leaves at rest. For leaves that are updated in rows, `_homes` has the memory of the leaf, and
-    # `_parts` has the rows in a tier that isn't written in place.
+    # `_parts` has the rows in a tier that isn't written in place. `_casts` has casts of parameters on the device.
 
     def __init__(
         self, values: _Values, away: Mapping[str, DTensor], owners: Mapping[str, str], context: UpdateContext
@@ -297,6 +297,7 @@ class _Windows:
         self._copies = {on: _Copies(device, self._around.most, on_host=on) for on in (False, True)}
         self._after: dict[str, Any] = {}
         self._homes: dict[str, Tensor] = {}
+        self._casts: dict[str, Tensor] = {}
         self._parts: dict[str, list[Any]] = {}
 
     def __enter__(self) -> _Windows:
@@ -304,10 +305,11 @@ class _Windows:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._copies[True].close()
-        # Parameters are read next, by the host too.
-        if kind is None and not any(path.startswith(_PARAMS) for path in self._tiers):
-            self._around.leave(self._copies[False].leaving)
-        else:
+        params = [path for path in self._tiers if path.startswith(_PARAMS)]
+        if kind is None and all(path in self._casts for path in params):
+            casts = {path.removeprefix(_PARAMS): like(self._named[path], x) for path, x in self._casts.items()}
+            self._around.leave(self._copies[False].leaving, casts)
+        else:  # these parameters are read next
             self._copies[False].close()
 
     def fetch(self, window: _Window) -> Callable[[], _Values]:
@@ -325,8 +327,7 @@ class _Windows:
             if (_is_off_host(x) if window.on_host else path in self._tiers)
         }
         pieces: dict[str, Piece] = {path: (path, self._rows(path, window)) for path in wanted}
-        if not window.on_host:
-            self._around.plan({pieces[path]: x.nbytes for path, x in wanted.items() if not path.startswith(_GRADS)})
+        self._around.plan({pieces[path]: x.nbytes for path, x in wanted.items() if not path.startswith(_GRADS)})
         early = {path: piece for path, piece in pieces.items() if self._around.has(piece)}
         copies = self._copies[window.on_host]
         coming = copies.fetch({path: x for path, x in wanted.items() if path not in early})
@@ -352,6 +353,8 @@ class _Windows:
         local = {path: local_of(x) for path, x in tree.named_leaves(values).items() if isinstance(x, Tensor)}
         homes = {path: home for path in local if (home := self._home(path, window)) is not None}
         given = {path: x for path, x in local.items() if path in self._tiers}
+        for path, x in given.items():
+            self._cast(path, x, self._rows(path, window))
         there = self._copies[window.on_host].send(given, self._tiers, homes)
         there |= {path: DEVICE.put(local[path], home) for path, home in homes.items() if path not in there}
         rest = tree.map_with_path(lambda path, x: like_leaf(x, there[path]) if path in there else x, values)
@@ -361,6 +364,15 @@ class _Windows:
             elif path not in self._homes:
                 self._parts.setdefault(path, []).append(there[path])
         return rest
+
+    def _cast(self, path: str, x: Tensor, rows: Rows | None) -> None:
+        """Cast updated rows of a parameter, if it is needed on the device."""
+        dtype = self._around.cast(path.removeprefix(_PARAMS)) if path.startswith(_PARAMS) else None
+        if dtype is not None:
+            whole = local_of(self._named[path])
+            if path not in self._casts:
+                self._casts[path] = DEVICE.empty(tuple(whole.shape), dtype, x.device)
+            self._casts[path][slice(*rows) if rows else ...].copy_(x)
 
     def _rows(self, path: str, window: _Window) -> Rows | None:
         owner = self._owners.get(path)

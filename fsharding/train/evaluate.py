@@ -20,7 +20,6 @@ from fsharding.pipeline.executor import Messages, pipeline_loss
 from fsharding.pipeline.schedule import Schedule
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import to_local
-from fsharding.train.in_flight import free_copies
 from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch
 from fsharding.train.state import TrainState, rounding_key
@@ -100,7 +99,7 @@ def evaluate(
         if isinstance(batch, TrainState):
             rule = f"takes parameters, then a batch; got {kind_of(params)}, then {kind_of(batch)}."
             raise ArgumentError(message(rule, mend="Swap the two: fs.evaluate(loss_fn)(state, batch)."))
-        state = _state_of(params)
+        state = params if isinstance(params, TrainState) else None
         values = params if state is None else state.params
         dtypes = precision or (FP32 if state is None else state.layout.in_flight(state.layout.precision))
         key = None if state is None else rounding_key(state.key, state.step, state.layout)
@@ -122,14 +121,6 @@ def evaluate(
         return (total, auxes) if has_aux else total
 
     return run
-
-
-def _state_of(params: Tree | TrainState) -> TrainState | None:
-    """Return a state whose copies hold no device memory; None for parameters alone."""
-    if not isinstance(params, TrainState):
-        return None
-    free_copies(params)
-    return params
 
 
 def _check_arguments(model: Any, microbatches: Any, has_aux: bool) -> None:

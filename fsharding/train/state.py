@@ -53,7 +53,7 @@ from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
 from fsharding.sharding.random import LazyTensor
 from fsharding.train.buffers import Buffers
 from fsharding.train.first_values import Received, Sync, same_replicas, same_values
-from fsharding.train.in_flight import arrived, carry, unread
+from fsharding.train.in_flight import arrived, carry, lock, unread
 from fsharding.train.state_check import check_leaves, check_main
 
 __all__ = [
@@ -117,8 +117,8 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         return {name: x for name, x in vars(self).items() if name != _SEAL}
 
     def __getattr__(self, name: str) -> Any:
-        if name == "opt_state" and arrived(self):
-            return self.opt_state
+        if name in ("main", "opt_state") and arrived(self):
+            return vars(self)[name]
         if name in _FIELDS:
             text = f"TrainState got a state that was donated: its {name} is gone."
             mend = "Use the state that the step returned, or make the step with donate=False."
@@ -170,7 +170,8 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
     def donate(self) -> TrainState:
         """Move all fields to a new state and return it; this one raises `DonatedError` from now on."""
         taken = self.replace()
-        vars(self).clear()
+        with lock:
+            vars(self).clear()
         return taken
 
 
@@ -597,7 +598,8 @@ def _slices(params: Tree, layout: Layout) -> Tree:
 
 def main_of(state: TrainState) -> Tree:
     """Return the main parameters of a state, separate or not; None for frozen leaves."""
-    return state.main if state.main is not None else _slices(state.params, state.layout)
+    main = unread(state, "main")
+    return main if main is not None else _slices(state.params, state.layout)
 
 
 @public

@@ -253,8 +253,9 @@ class StepPlan:
     facts: UpdateContext | None = None  # the layout's part of every update; None together with `check`
 
     def release(self) -> None:
-        """Free the gradient buffers, and drop references to the mesh."""
+        """Free the gradient buffers and the memory of copies, and drop references to the mesh."""
         self.buffers.close()
+        self.copies.release()
         self.check = self.facts = None
 
 
@@ -339,8 +340,8 @@ class TrainStep:
 
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         plan = self.plan_of(state, batch)
-        held = {"state": unread(state, "opt_state"), "params": state.main}
-        with plan.copies.running(tree.named_leaves(held), copies_in_flight(state)):
+        held = {"state": unread(state, "opt_state"), "params": unread(state, "main")}
+        with plan.copies.running(held, copies_in_flight(state)):
             return self._once(plan, state, batch)
 
     def _once(self, plan: StepPlan, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:

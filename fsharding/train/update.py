@@ -83,11 +83,12 @@ def updated(
         with _compat.region("optimizer"):
             held = unread(state, "opt_state")
             main, opt_state = apply_gradients(opt, grads, held, main_of(state), context, scale=scale)
+            here = facts.copies.on_device(main)
         with _compat.region("spread"):
             step = next_count(state.step, facts.finite)
             key = rounding_key(state.key, step, layout)
-            params = spread(main, state.params, layout, donate=donate, key=key)
-    kept = main if state.main is not None else None
+            params = spread(here, state.params, layout, donate=donate, key=key)
+    kept = main if unread(state, "main") is not None else None
     before = state.donate() if donate else state
     after = before.replace(step=step, params=params, main=kept, opt_state=opt_state)
     return left_in_flight(after, facts.copies.left())

@@ -108,7 +108,6 @@ NEEDED = {
     ("windows.py:send", "compute"),  # it is where it rests: the next windows have its memory
     ("state_copies.py:forward", "compute"),  # or activations of the next step
     ("state_copies.py:backward", "compute"),  # or a window that is copied in
-    ("in_flight.py:free_copies", "compute"),  # or what follows the last step
     ("state_copies.py:_start", "in"),  # there is memory for a window, and what it was before is on the host
     ("state_copies.py:take", "compute"),  # it is on the device
     ("collectives.py:run", "compute"),  # a sum of gradients that are in no unit

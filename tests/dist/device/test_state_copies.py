@@ -68,9 +68,11 @@ def begun(case, loss=None, check=None):
     return batches, state, step
 
 
-def read_in_each_way(donate):
+MAIN = replace(BASE, strategy=fs.zero(3).with_memory(main="host", moments="host"), precision=fs.BF16, donate=True)
+
+
+def read_in_each_way(case):
     """Values of a state by how it was read, each while its copies are late, and those of a state that was waited for."""
-    case = replace(BASE, donate=donate)
     with on_device(SIM), small_windows(), waiting():
         _, state, _ = begun(case)
         assert copies_in_flight(state) is None
@@ -97,9 +99,9 @@ def away(state):
     return state.layout.with_strategy(replace(state.layout.strategy, memory=()))
 
 
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_state_whose_copies_are_late_is_read_whole(pool, donate):
-    assert pool.run(read_in_each_way, donate) == [[], []]
+@pytest.mark.parametrize("case", [BASE, replace(BASE, donate=True), MAIN], ids=["kept", "donated", "main"])
+def test_a_state_whose_copies_are_late_is_read_whole(pool, case):
+    assert pool.run(read_in_each_way, case) == [[], []]
 
 
 def repeated():
