@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 _FUNCTION = "fs.foreign.open_weights"
-_WRAPPERS = ("module.", "_orig_mod.")
+_WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
 _ORDERED = "collections.OrderedDict"
 # Limits of the values in a file: their nesting, and their number beyond one per byte of the pickle.
 _DEPTH, _FREE_VALUES = 100, 10_000
@@ -113,8 +114,8 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
     """Open the weights at a path and list their tensors, without reading them.
 
     Names of a nested state dict are joined by dots: `{"model": {"w": ...}}` has `model.w`. The prefixes of DDP and
-    torch.compile (`module.`, `_orig_mod.`) are removed. If `config.json` in the directory has a `quantization_config`
-    of block-wise fp8, values and scales appear as one dequantized float32 tensor; other quantizations raise an error.
+    torch.compile (`module.`, `_orig_mod.`) are removed, nested ones too. If `config.json` in the directory has a
+    `quantization_config` of block-wise fp8, values and scales appear as one float32 tensor; other quantizations raise.
 
     Args:
         path: Path of a `torch.save` file, a `.safetensors` file or an index of some; or a directory written by
@@ -466,7 +467,7 @@ def _entries(file: TorchFile, path: str = "") -> Iterator[tuple[str, Range | Odd
 
 
 def _named(pairs: Pairs, path: str) -> dict[str, Any]:
-    """Return the items of a dict by their keys as strings, without a wrapper's prefix of all keys."""
+    """Return the items of a dict by their keys as strings, without the prefixes of wrappers that all keys have."""
     items: dict[str, Any] = {}
     for key, value in pairs:
         parts = key if type(key) is tuple else (key,)
@@ -475,10 +476,9 @@ def _named(pairs: Pairs, path: str) -> dict[str, Any]:
         if str(key) in items:
             raise ValueError(f"two entries have the name {path}.{key}" if path else f"two entries have the name {key}")
         items[str(key)] = value
-    for wrapper in _WRAPPERS:
-        if items and all(key.startswith(wrapper) for key in items):
-            items = {key.removeprefix(wrapper): value for key, value in items.items()}
-    return items
+    common = os.path.commonprefix([*items])  # noqa: RUF071  # of characters is what is meant
+    wrapped = len(common) - len(_WRAPPERS.sub("", common))
+    return {key[wrapped:]: value for key, value in items.items()}
 
 
 def _ordered(made: Made) -> Pairs:

@@ -102,6 +102,24 @@ def test_the_state_dict_of_a_wrapped_module_has_the_names_of_the_module(tmp_path
     assert {*fs.foreign.open_weights(tmp_path / "weights").leaves} == {*model.state_dict()}
 
 
+@pytest.mark.parametrize("prefix", ["module._orig_mod.", "_orig_mod.module.", "_orig_mod.module._orig_mod."])
+def test_nested_wrappers_leave_the_names_of_the_module(prefix, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict()
+    wrapped = {f"{prefix}{name}": x for name, x in model.items()}
+    torch.save(
+        {"model": wrapped, "part": {"module.a": torch.ones(1), "module.module.b": torch.ones(1)}}, tmp_path / "w"
+    )
+    weights = fs.foreign.open_weights(tmp_path / "w")
+    assert [*weights.leaves] == [*(f"model.{name}" for name in model), "part.a", "part.module.b"]
+    weights.read("model.0.weight", ((0, 2), (0, 3)), out := torch.empty(2, 3))
+    assert torch.equal(out, model["0.weight"])
+
+
+def test_removing_many_prefixes_takes_time_in_proportion_to_the_name(tmp_path):
+    torch.save({"module." * (1 << 18) + "w": torch.ones(1)}, tmp_path / "w")
+    assert [*fs.foreign.open_weights(tmp_path / "w").leaves] == ["w"]
+
+
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
 def test_several_files_are_read_through_their_index(kind, tmp_path):
     tensors = every_dtype()
