@@ -18,7 +18,7 @@ from fsharding.base.errors import message
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.comm.codes import largest_of_ranks
 from fsharding.comm.redistribute import in_buckets
-from fsharding.foreign.coded_weights import SCALES, start_of, touched_by
+from fsharding.foreign.coded_weights import start_of, touched_by
 from fsharding.foreign.name_map import Piece
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
@@ -26,7 +26,6 @@ from fsharding.formats.precision import KEEP, Precision
 from fsharding.mesh.failures import world_size
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
-from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["Coding"]
 
@@ -58,10 +57,6 @@ class Coding:
         """Add a tensor, with maxima of 0."""
         self.shapes[name] = shape
         self._amaxes[name] = torch.zeros(self.format.grid(shape))
-
-    def infos(self) -> dict[str, LeafType]:
-        """Types of the scale tensors, by name."""
-        return {name + SCALES: LeafType(tuple(x.shape), torch.float32) for name, x in self._amaxes.items()}
 
     def measure(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
         """Update the block maxima with this rank's boxes: tensor names, boxes, and values."""

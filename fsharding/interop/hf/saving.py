@@ -41,7 +41,7 @@ from fsharding.interop.hf.coding import Coding
 from fsharding.interop.hf.comparison import differences, generation_of
 from fsharding.interop.hf.config_tables import GENERATION, config_json, config_of, decoder_config
 from fsharding.interop.hf.naming import Names, names_of, pieces_by_leaf, pieces_of, untiled
-from fsharding.mesh.device_mesh import own_rank, world_size
+from fsharding.mesh.device_mesh import abstract, own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.models.model import unlike_shapes
@@ -170,6 +170,7 @@ class _Job:
     tensors: dict[str, LeafType]  # shape and dtype by name
     files: list[TensorFile]
     leaves: dict[str, StateLeaf]  # this rank's shards, by path
+    writers: list[int]  # the ranks that have current values of plain leaves
     pieces: dict[str, list[Piece]]  # of each leaf
     coding: Coding  # of the quantized tensors
 
@@ -207,7 +208,7 @@ class _Job:
 
     def own_boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Yield this rank's writes: a tensor's name, a box of it, and the values."""
-        for path, own in own_boxes(self.leaves, range(world_size())).items():
+        for path, own in own_boxes(self.leaves, self.writers).items():
             for box, x in own.items():
                 yield from in_tensors(box, in_memory(x), self.pieces[path])
 
@@ -288,8 +289,7 @@ def _plan(
         names, wanted = names_of(meant), decoder(meant).init(random.key(0))
     coding = _coding(format, layout)
     homes = {} if layout is None else {leaf.path: leaf for leaf in layout.leaves}
-    named = tree.named_leaves(params)
-    leaves = {path: shards_at_home(path, x, homes.get(path), rows) for path, x in named.items()}
+    leaves = {path: shards_at_home(path, x, homes.get(path), rows) for path, x in tree.named_leaves(params).items()}
     shapes = {path: x.shape for path, x in leaves.items()}
     rows += unlike_shapes(wanted, shapes)
     pieces, misfits = pieces_by_leaf(names, shapes, layout)
@@ -302,8 +302,9 @@ def _plan(
         leaves[name] = StateLeaf(tuple(buffer.shape), None, buffer)
         pieces[name] = list(pieces_of(name, buffer.shape))
     # After all leaves: a quantized tensor may have pieces in several leaves, and has one tensor of scales.
-    for name, info in coding.infos().items():
-        tensors.add(name, info, "both a leaf and the scales of a different one")
+    for name, shape in coding.shapes.items():
+        scales = LeafType(coding.format.grid(shape), torch.float32)
+        tensors.add(name + SCALES, scales, "both a leaf and the scales of a different one")
     rows += [*misfits, *tensors.rows, *(f"{row}: pass the full state" for row in missing), *untiled(tensors.pieces)]
     if rows:
         mend = "Pass the tree of models.decoder(config), or the tensors of each leaf: names={ours: theirs}."
@@ -313,7 +314,10 @@ def _plan(
     described = {"config.json": tensors.describe(entries)} | ({} if generation is None else {GENERATION: generation})
     texts = {name: (json.dumps(values, indent=2) + "\n").encode() for name, values in described.items()}
     texts |= {INDEX: index_text(files)} if len(files) > 1 else {}
-    return _Job(target, texts, types, files, leaves, pieces, coding)
+    # A rank outside the mesh has outdated plain leaves, from before the mesh changed.
+    meshes = [x.sharding.mesh for x in leaves.values() if x.sharding is not None] if layout is None else [layout.mesh]
+    writers = [rank for rank in range(world_size()) if not meshes or rank in abstract(meshes[0]).members]
+    return _Job(target, texts, types, files, leaves, writers, pieces, coding)
 
 
 def _described(

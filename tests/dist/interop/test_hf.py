@@ -576,6 +576,27 @@ def test_ranks_outside_of_the_mesh_hold_nothing(theirs, tmp_path):
     assert_bitwise_equal(found, {**model.state_dict()})
 
 
+def save_on_a_part(member, out):
+    """Plain leaves that each rank fills with its number, beside leaves on the mesh of one rank."""
+    net = fs.functionalize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), ("0",))
+    layout = fs.plan_layout(net, fs.make_mesh(device="cpu", dp=1, ranks=(member,)))
+    buffers = fs.tree.map(lambda x: torch.full_like(x, dist.get_rank()), dict(net.init_buffers()))
+    state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout, buffers=buffers)
+    hf.save(f"{out}/state", state, {}, names=net.files)
+    params = {"w": state.params["0"]["weight"], "scales": torch.full((4,), float(dist.get_rank()))}
+    hf.save(f"{out}/tree", params, {}, names={"w": "w", "scales": "scales"})
+    params = {"w": torch.full((2, 2), float(dist.get_rank())), "v": torch.full((2,), float(dist.get_rank()))}
+    hf.save(f"{out}/plain", params, {}, layout, names={"w": "w", "v": "v"})
+
+
+@pytest.mark.parametrize("member", range(3))
+def test_ranks_outside_of_the_mesh_write_no_plain_leaves(member, tmp_path):
+    run_ranks(save_on_a_part, 3, member, tmp_path)
+    for name, leaves in {"state": ("1.running_mean", "1.running_var"), "tree": ("scales",), "plain": "wv"}.items():
+        found = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
+        assert all((found[leaf] == member).all() for leaf in leaves), (name, found)
+
+
 def save_on_a_full_disk(out):
     config = fs.models.DecoderConfig(vocab_size=8, dim=8, layers=1, heads=2, kv_heads=2, intermediate_size=8)
     layout = layout_of(config, {"dp": 2}, fs.zero(3))
