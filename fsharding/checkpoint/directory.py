@@ -103,8 +103,7 @@ def commit(target: Path, text: str, files: Mapping[str, SavedFile]) -> None:
     """Add the manifest to a partial checkpoint, and rename it to its target."""
     folder, aside = partial_of(target), _aside(target)
     sizes = {name: os.stat(folder / name).st_size for name in os.listdir(folder)}
-    rows = [f"{name}: incomplete on rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
-    if rows:
+    if rows := [f"{name}: incomplete on rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]:
         raise not_shared(target, rows)
     check_readable(text, sum(file.bytes for file in files.values()))
     # The manifest is written last, after the ranks have synced all files that it names: a directory that has one is

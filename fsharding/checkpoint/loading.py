@@ -110,10 +110,7 @@ def load(
     extra = [path for path in manifest.tree if path not in wanted and not path.startswith("loss_scale")]
     rows = [f"{path} is extra: {manifest.tree[path]}" for path in extra]
     rows += _changed_frozen(manifest, wanted, layout) if opt is None else []
-    # Compare before refusing damaged files: a checkpoint of a different model is the better reason.
-    _compare(folder, manifest, wanted, rows, cast=cast)
-    if damaged:
-        raise _refusal(folder, manifest, damaged)
+    _compare(folder, manifest, wanted, rows, damaged, cast=cast)
     leaves = [(want.sharding, want.shape, want.dtype) for want in wanted.values() if want.sharding is not None]
     copies = layout.leaves if layout.has_main else ()
     take_room(layout, [*leaves, *((leaf.params, leaf.shape, layout.param_dtype(leaf)) for leaf in copies)])
@@ -134,15 +131,15 @@ def load_leaves(
     Args:
         path: Checkpoint directory.
         paths: Dotted paths as in the manifest, or prefixes: `params.blocks` selects every leaf below it.
-        layout: Layout of the leaves, which become DTensors as in `load`; the call is collective then. By default each
-            leaf is a full CPU tensor in its saved dtype, and any process may make the call alone.
+        layout: Layout with all of the leaves, which become DTensors as in `load`; the call is collective then. By
+            default each leaf is a full CPU tensor in its saved dtype, and any process may make the call alone.
         cast: Whether to cast leaves that have different dtypes than the layout, instead of raising.
 
     Returns:
         The leaves by path.
 
     Raises:
-        CheckpointError: as in `load`, or a path that matches no leaf, with similar ones.
+        CheckpointError: as in `load`, a path that matches no leaf, or parameters that the layout lacks.
         LayoutError: a layout on an abstract mesh.
 
     Example:
@@ -168,11 +165,11 @@ def load_leaves(
 def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: bool) -> dict[str, Tensor]:
     device_of(layout)
     folder, manifest, damaged = _look(path)
-    result = _chosen(folder, manifest, chosen)
-    wanted = {path: want for path, want in _wanted_leaves(layout, manifest, result).items() if path in result}
-    _compare(folder, manifest, wanted, [], cast=cast)
-    if damaged:
-        raise _refusal(folder, manifest, damaged)
+    paths = _chosen(folder, manifest, chosen)
+    known = _wanted_leaves(layout, manifest, paths)
+    extra = [f"{path} is extra: {manifest.tree[path]}" for path in paths if path not in known]
+    wanted = {path: known[path] for path in paths if path in known}
+    _compare(folder, manifest, wanted, extra, damaged, cast=cast)
     return _read(folder, manifest, wanted)
 
 
@@ -244,7 +241,7 @@ def _wanted_leaves(layout: Layout, manifest: Manifest, of_opt: Sequence[str]) ->
     wanted = {leaf.path_in("params"): mains[leaf.path] for leaf in layout.leaves}
     wanted["step"] = Want((), torch.int64, None, _CPU)
     wanted["key"] = Want((2,), torch.int64, None, _CPU)
-    if layout.precision.loss_scale is not None and "loss_scale.scale" in manifest.tree:
+    if "loss_scale.scale" in manifest.tree:
         wanted["loss_scale.scale"] = Want((), torch.float32, None, _CPU)
         wanted["loss_scale.good_steps"] = Want((), torch.int64, None, _CPU)
     homes = saved_shardings(manifest, layout) if of_opt else {}
@@ -304,8 +301,10 @@ def _meta_main(layout: Layout) -> Tree:
     return tree.unflatten(layout.structure, leaves)
 
 
-def _compare(folder: Path, manifest: Manifest, wanted: dict[str, Want], also: list[str], *, cast: bool) -> None:
-    """Refuse a checkpoint whose leaves differ from the wanted ones; list all of them, and the rows of `also`."""
+def _compare(
+    folder: Path, manifest: Manifest, wanted: dict[str, Want], also: list[str], damaged: list[str], *, cast: bool
+) -> None:
+    """Refuse leaves that differ from the wanted ones, listed with the rows of `also`, and then damaged files."""
     other: list[str] = []
     dtypes: list[str] = []
     for path, want in wanted.items():
@@ -318,6 +317,9 @@ def _compare(folder: Path, manifest: Manifest, wanted: dict[str, Want], also: li
             dtypes.append(f"{path} is {saved}; wanted is {want}")
     other += also
     rows = [*other, *dtypes]
+    # Not before comparing: a checkpoint of a different model is the better reason.
+    if not rows and damaged:
+        raise _refusal(folder, manifest, damaged)
     if not rows:
         return
     if any(not row.startswith("opt_state") for row in other):

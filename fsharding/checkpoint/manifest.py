@@ -133,12 +133,11 @@ def check_readable(text: str, others: int) -> None:
     """Refuse a manifest that `load` would refuse as too large."""
     data = text.encode()
     sizes = (("bytes", len(data)), ("values", values_of(data) if len(data) <= _MOST_BYTES else 0))
-    over = [
+    if over := [
         f"it has {size:,} {what}; at most {most:,} are read for {others:,} bytes of tensors"
         for (what, size), most in zip(sizes, limits(others), strict=True)
         if size > most
-    ]
-    if over:
+    ]:
         rule = f"cannot write a {MANIFEST} that no load would read."
         mend = "Write large values of `extra`, or of the position of `data`, to a separate file."
         raise CheckpointError(report(f"fs.checkpoint.save {rule}", over, f"{mend} Many small leaves can be stacked."))

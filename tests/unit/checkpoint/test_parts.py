@@ -172,6 +172,30 @@ def test_unknown_leaves(saved):
     assert "cannot load onto the abstract mesh" in refusal(ck.load_leaves, saved, "step", abstract, kind=LayoutError)
 
 
+def test_leaves_that_the_layout_lacks_are_refused_by_name(saved):
+    layout = planned(model=lambda key: {"table": draws(key)["table"]})
+    for paths in (["params.table", "params.blocks.w"], "params", ["step", "params.blocks"]):
+        text = refusal(ck.load_leaves, saved, paths, layout)
+        extra = [row for row in text.splitlines() if row.startswith("  params")]
+        assert "  params.blocks.w is extra: float32[" in text and all("is extra" in row for row in extra)
+        assert f"it is a checkpoint of another model; {len(extra)} leaves differ" in text
+    assert_bitwise_equal(
+        ck.load_leaves(saved, "params.table", layout)["params.table"], state_of(planned()).params["table"]
+    )
+
+
+def test_a_loss_scale_needs_no_layout_with_one(tmp_path):
+    scaled = planned(precision=fs.Precision(params=torch.float16, loss_scale=fs.formats.LossScale(initial=8.0)))
+    ck.save(tmp_path / "a", state_of(scaled))
+    found = ck.load_leaves(tmp_path / "a", ["loss_scale", "step"], planned())
+    assert found == {
+        "loss_scale.scale": torch.tensor(8.0),
+        "loss_scale.good_steps": torch.tensor(0),
+        "step": torch.tensor(12),
+    }
+    assert ck.load(tmp_path / "a", planned(), cast=True).loss_scale is None
+
+
 def test_cast(saved):
     layout, state = planned(precision=fs.Precision(params=torch.bfloat16)), state_of(planned())
     for call in (ck.load, lambda *args, **kwargs: ck.load_leaves(args[0], "params", args[1], **kwargs)):
