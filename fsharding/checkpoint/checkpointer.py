@@ -13,10 +13,12 @@ from typing import Any, Self
 from fsharding.base.errors import CheckpointError, ConfigError, message
 from fsharding.base.public import public
 from fsharding.checkpoint.background import SAVE_TIMEOUT, settle
+from fsharding.checkpoint.collective_call import step_of
 from fsharding.checkpoint.directory import StrPath, latest, real_path, retire
 from fsharding.checkpoint.loading import load
 from fsharding.checkpoint.positions import Stateful, check_stateful
 from fsharding.checkpoint.saving import in_background, plan_save
+from fsharding.mesh.device_mesh import abstract, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding.layout import Layout
@@ -63,8 +65,7 @@ class Checkpointer:
         data: Stateful | None = None,
         timeout: timedelta = SAVE_TIMEOUT,
     ) -> None:
-        numbers = {"keep": keep, "every": every}
-        if rows := [f"{name}={n}" for name, n in numbers.items() if n is not None and n < 1]:
+        if rows := [f"{name}={n}" for name, n in (("keep", keep), ("every", every)) if n is not None and n < 1]:
             mend = "Pass numbers of at least 1; keep=None keeps all."
             raise ConfigError(message("cannot keep fewer than one.", rows, mend))
         self.directory = real_path(directory)
@@ -102,7 +103,7 @@ class Checkpointer:
             DonatedError: a donated state.
         """
         settle()
-        target = self.directory / str(int(state.step) if number is None else number)
+        target = self.directory / str(step_of(state) if number is None else number)
         keep = self.keep
         after = None if keep is None else lambda: retire(self.directory, keep, target)
         job = plan_save(target, state, extra, after, self.data, self.timeout)
@@ -118,8 +119,9 @@ class Checkpointer:
             CheckpointError: as in `save`.
             DonatedError: a donated state.
         """
-        due = int(state.step) % self.every == 0
-        if due:
+        # Ranks outside a smaller mesh have an outdated step.
+        whole = abstract(state.layout.mesh).size == world_size()
+        if due := (int(state.step) if whole else step_of(state)) % self.every == 0:
             self.save(state, extra)
         return due
 
@@ -143,8 +145,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no complete checkpoint, or it can't be loaded.
         """
-        newest = self.latest()
-        if newest is None:
+        if (newest := self.latest()) is None:
             mend = "Start with fs.init_state, or pass the directory of a run that has saved."
             raise CheckpointError(message(f"finds no complete checkpoint in {self.directory}.", mend=mend))
         return load(newest, layout, opt=opt, data=self.data)

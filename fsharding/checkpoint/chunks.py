@@ -69,8 +69,7 @@ def described(chunks: Iterable[Chunk]) -> dict[str, str] | None:
     # the values of one have no known place.
     result: dict[str, list[str]] = {}
     for chunk in sorted(chunks, key=lambda chunk: (chunk.path, chunk.box)):
-        start = chunk.values if boxes.volume(chunk.box) else 0
-        if start is None:
+        if (start := chunk.values if boxes.volume(chunk.box) else 0) is None:
             return None
         number = chunk.place.file.removeprefix("__").removesuffix("_0.distcp")
         ranges = [f"{a}:{b}" for a, b in chunk.box]

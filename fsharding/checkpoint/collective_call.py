@@ -5,7 +5,7 @@ Guarantee: if one rank fails, every rank raises the same `CheckpointError`, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from fsharding.base.errors import CheckpointError, FshardingError, message
 from fsharding.checkpoint.background import watched
-from fsharding.mesh.consistency import digest
-from fsharding.mesh.device_mesh import own_rank, world_size
+from fsharding.mesh.consistency import differences, digest
+from fsharding.mesh.device_mesh import is_member, own_rank, world_size
 from fsharding.mesh.failures import among
+from fsharding.train.state import TrainState
 
-__all__ = ["agreed", "on_all", "together", "write_together"]
+__all__ = ["agreed", "merged", "on_all", "step_of", "together", "write_together"]
 
 Own = TypeVar("Own")
 Answer = TypeVar("Answer")
@@ -41,8 +42,7 @@ def together(
         answers = [None] * world_size()
         with among(range(world_size())):
             dist.all_gather_object(answers, (answer, problem), group=group)
-    problems = {r: problem for r, (_, problem) in enumerate(answers) if problem is not None}
-    if problems:
+    if problems := {r: problem for r, (_, problem) in enumerate(answers) if problem is not None}:
         raise _failure(problems) from cause
     return cast(Own, own), [answer for answer, _ in answers]
 
@@ -64,6 +64,21 @@ def agreed(
     if rows := [f"rank {r} {row} than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]:
         raise CheckpointError(message(rule, rows))
     return own
+
+
+def merged(facts_of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Return the facts of all ranks, each from the first that has it; refuse those that differ."""
+    facts = {name: value for own in reversed(facts_of_ranks) for name, value in own.items()}
+    if rows := differences({r: facts | own for r, own in enumerate(facts_of_ranks)}, each=True):
+        mend = "Give all ranks the same; what differs between them belongs into a sharded leaf, or files of your own."
+        raise CheckpointError(message("got different values on different ranks.", rows, mend))
+    return facts
+
+
+def step_of(state: TrainState, group: dist.ProcessGroup | None = None) -> int:
+    """Return the step of a state on all ranks: those outside its mesh have an outdated one. Collective."""
+    own = {"step": str(int(state.step))} if is_member(state.layout.mesh) else {}
+    return int(merged(together(lambda: (None, own), group)[1])["step"])
 
 
 def write_together(

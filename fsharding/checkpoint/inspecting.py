@@ -133,8 +133,7 @@ def inspect(path: StrPath) -> Inspection:
             if not os.path.lexists(folder / MANIFEST):
                 raise
             return Inspection(folder, None, (f"{MANIFEST}: {directory.in_one_line(error)}",))
-        rows = damage(folder, manifest.files) or _objections(folder, manifest)
-        return Inspection(folder, manifest, tuple(rows))
+        return Inspection(folder, manifest, tuple(damage(folder, manifest.files) or _objections(folder, manifest)))
 
 
 def _objections(folder: Path, manifest: Manifest) -> list[str]:

@@ -106,9 +106,7 @@ def load(
     if opt is not None:
         layout = layout.with_frozen(manifest.layout.get("frozen", ()))
     wanted, opt_state = _wanted(layout, manifest, opt)
-    # A loss scale that is not wanted is dropped.
-    extra = [path for path in manifest.tree if path not in wanted and not path.startswith("loss_scale")]
-    rows = [f"{path} is extra: {manifest.tree[path]}" for path in extra]
+    rows = [f"{path} is extra: {saved}" for path, saved in manifest.tree.items() if path not in wanted]
     rows += _changed_frozen(manifest, wanted, layout) if opt is None else []
     _compare(folder, manifest, wanted, rows, damaged, cast=cast)
     leaves = [(want.sharding, want.shape, want.dtype) for want in wanted.values() if want.sharding is not None]

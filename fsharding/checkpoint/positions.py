@@ -39,8 +39,7 @@ class Stateful(Protocol):
 
 def check_stateful(data: Any) -> None:
     """Refuse data without a position."""
-    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(data, name, None))]
-    if missing:
+    if missing := [name for name in ("state_dict", "load_state_dict") if not callable(getattr(data, name, None))]:
         rule = f"takes data with a position, got {kind_of(data)} without {' and '.join(missing)}."
         mend = "Pass fs.data.packed(...) or a torchdata.stateful_dataloader.StatefulDataLoader, or omit data=."
         raise ArgumentError(message(rule, mend=mend))
@@ -130,8 +129,7 @@ def _read(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------- loading
 def select(where: str, manifest: Manifest, layout: Layout) -> Any:
     """Select this rank's position; None if the mesh doesn't have this rank."""
-    saved = manifest.data
-    if saved is None:
+    if (saved := manifest.data) is None:
         rule = f"finds no position of data in {where}."
         mend = "It was saved without data=: load it without data= too, and set the position of the data yourself."
         raise CheckpointError(message(rule, mend=mend))

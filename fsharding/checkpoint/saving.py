@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import socket
@@ -24,7 +23,7 @@ from fsharding.base.public import check_path, public, refuse
 from fsharding.base.version import own_version
 from fsharding.checkpoint.background import SAVE_TIMEOUT, PendingSave, own_group, settle, start
 from fsharding.checkpoint.chunks import described
-from fsharding.checkpoint.collective_call import on_all, together, write_together
+from fsharding.checkpoint.collective_call import merged, on_all, together, write_together
 from fsharding.checkpoint.directory import StrPath, commit, not_shared, partial_checkpoint, partial_of, real_path
 from fsharding.checkpoint.manifest import METADATA, Manifest, check_readable, text_of
 from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own_position
@@ -229,19 +228,15 @@ def plan_save(
     target = real_path(path)
     # One collective sends everything that ranks must agree on: facts, checksums of replicas, and positions of data.
     (job, shared), answers = together(lambda: _check(target, leaves, state, extra, data), group)
-    # All ranks have the same answers from here on, so an error is raised on all of them. Ranks outside the mesh send
-    # fewer facts: each that they lack is taken from the first rank that sends it.
-    facts = {name: value for answer in reversed(answers) for name, value in answer.facts.items()}
-    if rows := consistency.differences({r: facts | answer.facts for r, answer in enumerate(answers)}, each=True):
-        mend = "Give all ranks the same; what differs between them belongs into a sharded leaf, or files of your own."
-        raise CheckpointError(message("got different values on different ranks.", rows, mend))
+    # All ranks have the same answers, so an error is raised on all of them. Ranks outside the mesh send fewer facts.
+    facts = merged([answer.facts for answer in answers])
     if rows := differences(shared, [answer.sums for answer in answers]):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
         raise CheckpointError(message(rule, rows, MEND))
     manifest = dataclasses.replace(job.manifest, step=int(facts["step"]))
     if data is not None:
         manifest = dataclasses.replace(manifest, data=joined([answer.position for answer in answers]))
-        on_all(lambda: _check_positions(manifest, leaves), group)  # on all: `extra`, and so the size, may differ
+        on_all(lambda: _check_sizes(manifest, leaves), group)  # on all: `extra`, and so the size, may differ
     return dataclasses.replace(job, manifest=manifest, group=group, after=after)
 
 
@@ -254,7 +249,6 @@ def _check(
     if rows := [*objections(leaves)]:
         raise CheckpointError(message(f"cannot save {len(rows)} leaves.", rows))
     check_state(state)
-    _check_size("`extra`", extra, "Write what is large to a file of your own, and its name into `extra`.")
     manifest = Manifest(
         step=int(state.step),
         layout=describe_layout(state.layout),
@@ -265,9 +259,9 @@ def _check(
         torch=str(torch.__version__),
         fsharding=own_version(),
     )
-    _check_readable(manifest, leaves)
-    kinds = "\n".join(f"{path} {x.saved}" for path, x in sorted(leaves.items()))
-    facts = {"path": str(target), "tree of leaves": hashlib.sha256(kinds.encode()).hexdigest()}
+    _check_sizes(manifest, leaves)
+    kinds = {path: str(x.saved) for path, x in leaves.items()}
+    facts = {"path": str(target), "tree of leaves": f"{consistency.digest(kinds):x}"}
     facts["data"] = "none" if data is None else "a position"
     if is_member(state.layout.mesh):
         # A rank outside the mesh has outdated plain leaves, from before the mesh changed.
@@ -282,13 +276,10 @@ def _check(
     return (Job(target, writes, manifest), shared), _Answer(facts, sums, position)
 
 
-def _check_positions(manifest: Manifest, leaves: Mapping[str, StateLeaf]) -> None:
+def _check_sizes(manifest: Manifest, leaves: Mapping[str, StateLeaf]) -> None:
     mend = "Give data whose state_dict says where it is, not what it has read."
     _check_size("the position of `data`", manifest.data, mend)
-    _check_readable(manifest, leaves)
-
-
-def _check_readable(manifest: Manifest, leaves: Mapping[str, StateLeaf]) -> None:
+    _check_size("`extra`", manifest.extra, "Write what is large to a file of your own, and its name into `extra`.")
     # A manifest may be larger if the files are; they have at least the bytes of the leaves.
     check_readable(text_of(manifest), sum(math.prod(x.shape) * x.local.dtype.itemsize for x in leaves.values()))
 

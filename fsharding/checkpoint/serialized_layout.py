@@ -275,10 +275,9 @@ def rebuild(
         match plain:
             case {"dict": dict(items)} if len(plain) == 1:
                 return {key: build(value, f"{path}.{key}") for key, value in items.items()}
-            case {"tuple": list(items)} if len(plain) == 1:
-                return tuple(build(value, f"{path}.{i}") for i, value in enumerate(items))
-            case {"list": list(items)} if len(plain) == 1:
-                return [build(value, f"{path}.{i}") for i, value in enumerate(items)]
+            case {"tuple": list(items)} | {"list": list(items)} if len(plain) == 1:
+                values = [build(value, f"{path}.{i}") for i, value in enumerate(items)]
+                return tuple(values) if "tuple" in plain else values
             case {"coded": dict(format), "root": bool(root)} if len(plain) == 2 and (kept := _moments_in(format)):
                 codes, scales = (leaf(f"{path}.{name}") for name in (CODES, scales_name(kept)))
                 return optim.CodedMoment(codes, scales, kept, root)

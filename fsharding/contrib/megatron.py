@@ -22,7 +22,7 @@ from fsharding.base.errors import CheckpointError, ConfigError, message
 from fsharding.base.public import check_path, public, refuse
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
-from fsharding.checkpoint.collective_call import agreed, on_all, write_together
+from fsharding.checkpoint.collective_call import agreed, on_all, step_of, write_together
 from fsharding.checkpoint.directory import StrPath, new_file, new_target, partial_of, partial_output, place
 from fsharding.checkpoint.state_leaves import StateLeaf, main_wants, own_boxes, stored_params
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
@@ -365,7 +365,7 @@ def save(
 
     group = own_group(timeout, "export")
     target, kinds, pieces = agreed(lambda: _plan(path, state, config, choice), facts, group=group)
-    step = int(state.step)
+    step = step_of(state, group)
     partial = partial_of(target)
     common = _common_state(config, step, choice, has_moments=len(kinds) > 1)
 

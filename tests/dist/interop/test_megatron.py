@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import fsharding as fs
@@ -152,6 +153,27 @@ def test_arguments_and_iteration_are_found_where_each_format_has_them(tmp_path):
         folder, _ = write(tmp_path / name / "iter_0000007", args={"num_attention_heads": 4})
         state = fs.megatron.load_state(folder, fs.adamw(1e-3), fs.random.key(0), layout, config)
         assert int(state.step) == 7
+
+
+def saved_by_members(out, form):
+    """The iteration of ranks 1 and 2, of which rank 0 is none; and the error if members have different ones."""
+    config, opt = config_of(), fs.adamw(1e-3)
+    layout = fs.plan_layout(fs.models.decoder(config), fs.make_mesh(dp=2, device="cpu", ranks=(1, 2)))
+    state = fs.init_state(fs.models.decoder(config), opt, fs.random.key(0), layout)
+    rank = dist.get_rank()
+    saved = fs.megatron.save(f"{out}/7", state.replace(step=torch.tensor(7 if rank else 3)), config, form)
+    with pytest.raises(CheckpointError) as caught:
+        fs.megatron.save(f"{out}/8", state.replace(step=torch.tensor(rank)), config, form)
+    alone = fs.plan_layout(fs.models.decoder(config), fs.make_mesh(dp=3, device="cpu"))
+    again = fs.megatron.load_state(saved.path, opt, fs.random.key(0), alone, config)
+    return int(again.step), str(caught.value).splitlines()[:2]
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "fsdp_dtensor"])
+def test_the_iteration_is_that_of_the_ranks_of_the_mesh(tmp_path, form):
+    rows = ["fs.megatron.save got different values on different ranks.", "  step: rank 2 has 2, ranks 0, 1 have 1"]
+    assert run_ranks(saved_by_members, 3, tmp_path, form) == [(7, rows)] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["7"]
 
 
 def test_other_models_and_broken_directories_are_refused(tmp_path):

@@ -93,6 +93,10 @@ def save_on_a_part(path):
         fs.checkpoint.load(path, narrow, opt=OPT),
         state.replace(step=again.step, key=again.key, opt_state=fs.reshard(again, narrow).opt_state),
     )
+    with fs.checkpoint.Checkpointer(path.with_name("many"), every=2) as saver:
+        saver.save(state)
+        assert saver.latest().name == "2"
+        assert saver.after_step(state) and not saver.after_step(state.replace(step=state.step + 1))
     return fs.checkpoint.metadata(path).step
 
 
