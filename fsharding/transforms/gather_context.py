@@ -55,7 +55,7 @@ from fsharding.transforms.grad_reducer import GradReducer, TapeLeaf
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.run_options import RunOptions
 from fsharding.transforms.saved_tensors import SavedTensors
-from fsharding.transforms.unit_plan import LargeLeaf, UnitLeaf, UnitPlan, plan_unit, whole
+from fsharding.transforms.unit_plan import LargeLeaf, UnitLeaf, UnitPlan, plan_unit
 
 __all__ = [
     "GatherContext", "check_depth", "current_context", "evaluating", "is_evaluating", "prefetch_depth",
@@ -142,10 +142,8 @@ class GatherContext:
         devices = (device_of(node.value, node.sharding.device_type) for node in nodes)
         self._device = next(devices, torch.device("cpu"))
         memory = self._pool.memory(self._device)
-        # Not methods: a reducer or unit that held the context would make a cycle, alive until the collector runs.
-        self._noise = functools.partial(_noise, wires, self._device)
-        term_noise = functools.partial(self._noise, of_term=True)
-        self.reducer = GradReducer(leaves, memory, self._device, term_noise, grad_pool)
+        # It doesn't refer to the context, which would make a cycle, alive until the collector runs.
+        self.reducer = GradReducer(leaves, memory, grad_pool)
         self._streams = streams_for(self._device)
         if self._streams.several:
             # Both side streams begin after the compute stream, so that in a captured step they are part of the graph.
@@ -285,7 +283,7 @@ class GatherContext:
             # until the garbage collector runs.
             memory = self._pool.memory(self._device, owner=object())
             return GatheredUnit(
-                plan, shards, places, memory, name=self.name_of(places), starts=self._note_gathers, noise=self._noise,
+                plan, shards, places, memory, name=self.name_of(places), starts=self._note_gathers, wires=self._wires,
                 site=site,
             )  # fmt: skip
 
@@ -473,13 +471,6 @@ class GatherContext:
         self.reducer.close()
         if self._owns_pool:
             self._pool.close()
-
-
-def _noise(wires: LeafWires, device: torch.device, unit: GatheredUnit, leaf: int, *, of_term: bool = False) -> Tensor:
-    """Draw the noise for stochastic rounding of a leaf's shard, or of its full partial gradient."""
-    node = unit.leaves[leaf]
-    sharding = whole(node.sharding) if of_term else node.sharding
-    return wires.noise(unit.index[leaf], sharding, node.shape, device, of_term=of_term)
 
 
 def _leaves_of(paths: Mapping[int, str], index: Sequence[LeafIndex]) -> str:

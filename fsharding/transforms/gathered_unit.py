@@ -15,12 +15,12 @@ from fsharding.base.errors import TransformError, report
 from fsharding.comm.buffer_pool import PoolMemory
 from fsharding.comm.handles import Handle
 from fsharding.comm.leaf_memory import on_device, read_ahead
-from fsharding.comm.leaf_wires import LeafIndex
+from fsharding.comm.leaf_wires import LeafIndex, LeafWires
 from fsharding.comm.move import Moved
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import WholeLeaf
 from fsharding.sharding.named_sharding import Local
-from fsharding.transforms.unit_plan import UnitGather, UnitPlan
+from fsharding.transforms.unit_plan import UnitGather, UnitPlan, whole
 
 __all__ = ["GatheredUnit", "UnitState"]
 
@@ -60,8 +60,7 @@ class GatheredUnit:
         name: str,
         # Called each time before its all-gathers start, with how many of them send something.
         starts: Callable[[GatheredUnit, int], object],
-        # Draws the noise for stochastic rounding of a leaf, by its number in the plan.
-        noise: Callable[[GatheredUnit, int], Tensor],
+        wires: LeafWires,
         site: tuple[str, int] | None = None,  # file and line of the user's call; None if ranks don't compare units
     ) -> None:
         self.plan = plan
@@ -70,7 +69,7 @@ class GatheredUnit:
         self.name = name
         self.site = site
         self._starts = starts
-        self._noise = noise
+        self._wires = wires
         self._device_type = memory.device.type
         self._streams = streams_for(memory.device)
         self._memory = memory
@@ -121,7 +120,13 @@ class GatheredUnit:
 
     def _start(self, b: UnitGather) -> Handle[Moved]:
         shards = [on_device(self.leaves[i].value, self._device_type) for i in b.leaves]
-        return b.move.start(shards, self._memory, noise=lambda i: self._noise(self, b.leaves[i]))
+        return b.move.start(shards, self._memory, noise=lambda i: self.noise(b.leaves[i]))
+
+    def noise(self, leaf: int, *, of_term: bool = False) -> Tensor:
+        """Draw the noise for stochastic rounding of a leaf's shard, or of its full partial gradient."""
+        node = self.leaves[leaf]
+        sharding = whole(node.sharding) if of_term else node.sharding
+        return self._wires.noise(self.index[leaf], sharding, node.shape, self._memory.device, of_term=of_term)
 
     @property
     def again(self) -> list[GatheredUnit]:

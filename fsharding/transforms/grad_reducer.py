@@ -93,24 +93,20 @@ class GradReducer:
     def __init__(
         self,
         leaves: Mapping[int, TapeLeaf],  # by their numbers in the differentiated tree
-        memory: Memory,
-        device: torch.device,
-        # Draws the noise for stochastic rounding of a leaf's partial gradient, by the leaf's number in the unit.
-        noise: Callable[[GatheredUnit, int], Tensor],
+        memory: Memory,  # of send buffers
         grad_pool: Pool | None = None,  # memory for large gradients that data axes don't shard, kept between calls
     ) -> None:
         self._leaves = leaves
         self._targets = {i: leaf.target for i, leaf in leaves.items() if leaf.target is not None}
         self._wire_memory = memory
-        self._device = device
-        self._noise = noise
+        self._device = memory.device
         self._grad_pool = grad_pool
         self._large = large_elements()
         self._grads: dict[int, GradMemory] = {}
         self._taken: dict[int, set[int | None]] = {}
         self._open: dict[tuple[GatheredUnit, int], Filling] = {}
         self._pending: list[_Pending] = []
-        self._streams = streams_for(device)
+        self._streams = streams_for(memory.device)
         self._reduced: Any = None
         self._in_use: _InUse = []
         self._spare: list[Spare] = []
@@ -221,7 +217,7 @@ class GradReducer:
 
     # ------------------------------------------------------------------------------------------------------ one bucket
     def _make_bucket(self, unit: GatheredUnit, b: ReduceBucket, move: Move) -> Filling:
-        return move.open(self._device, self._wire_memory, lambda slot: self._noise(unit, b.leaves[slot]))
+        return move.open(self._device, self._wire_memory, lambda slot: unit.noise(b.leaves[slot], of_term=True))
 
     def _start(self, bucket: Filling, in_use: _InUse, places: Places = nowhere) -> Handle[list[Tensor]]:
         """Start a move of a filled bucket, on the reduce stream if it sends anything."""

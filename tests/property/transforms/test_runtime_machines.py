@@ -117,7 +117,7 @@ class Reductions(RuleBasedStateMachine):
         node = Local(torch.zeros(SHAPE), home, SHAPE)
         targets = [GradTarget(home, torch.float32, accumulated=place) for place in before]
         leaves = {leaf: TapeLeaf(f"w{leaf}", node, targets[leaf], self.given[leaf]) for leaf in SLOTS}
-        self.reducer = GradReducer(leaves, Pool().memory(CPU), CPU, noise=None)
+        self.reducer = GradReducer(leaves, Pool().memory(CPU))
         self.with_late = {leaves for leaves, place in zip(BUCKETS, accumulated, strict=True) if place == "elsewhere"}
         self.under_way, self.units, self.uses, self.may_wait = [], [], 0, False
         self.early, self.late = (SimpleNamespace(started=[], finished=[]) for _ in range(2))
