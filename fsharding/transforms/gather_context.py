@@ -513,9 +513,8 @@ class _LeafGrad(Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, sink: _Sink) -> Tensor:
         ctx.sink = sink
-        if sink.large is not None or sink.context.defers:
-            # Kernels of `ops` look for this attribute, and write their partial gradient right into the send buffer.
-            ctx.put_term = sink.put_term
+        # Kernels of `ops` look for this attribute, and write their partial gradient right into the send buffer.
+        ctx.put_term = sink.put_term
         ctx.set_materialize_grads(False)
         return full.view_as(full)
 
