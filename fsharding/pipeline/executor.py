@@ -21,14 +21,13 @@ from fsharding.comm.handles import Handle
 from fsharding.comm.leaf_memory import device_of
 from fsharding.comm.native import Message, as_bytes, receive_object, send_object
 from fsharding.comm.step_agreement import StepAgreement
-from fsharding.comm.transport import send_recv, start_sum
+from fsharding.comm.transport import send_recv
 from fsharding.formats.precision import Precision, scaled_loss
-from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.backends import has_fake_backend
-from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_mesh
+from fsharding.mesh.device_mesh import axis_group, axis_index, set_mesh
 from fsharding.mesh.failures import among, naming_lost
 from fsharding.models.stacks import first_unit, first_units, scan_stacks
-from fsharding.ops.capacity import refused_if_full, watching_capacity
+from fsharding.ops.capacity import watching_capacity
 from fsharding.pipeline.actions import Action
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
@@ -40,7 +39,7 @@ from fsharding.transforms import policies
 from fsharding.transforms.gather_unit import gather_unit, prefetch_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.run_options import GradsTo, RunOptions
-from fsharding.transforms.value_and_grad import Tape
+from fsharding.transforms.value_and_grad import Tape, global_sums
 
 __all__ = ["Messages", "pipeline_grads", "pipeline_loss"]
 
@@ -108,11 +107,11 @@ def pipeline_grads(
         >>> int(count)
         16
     """
-    options = RunOptions(precision, key, prefetch_depth=prefetch_depth)
+    options = RunOptions(precision, key, scale, prefetch_depth=prefetch_depth)
     known = {} if known is None else known
     return _walked(
         "train step",
-        lambda: _Run(model, schedule, layout, params, list(pieces), options, policy, scale, known),
+        lambda: _Run(model, schedule, layout, params, list(pieces), options, policy, known),
         layout,
         lambda run: (run.stage_state.grads(), *run.sums(agreement)),
     )
@@ -137,7 +136,7 @@ def pipeline_loss(
     forward = forward_only(schedule)
 
     def make() -> _Run:
-        return _Run(model, forward, layout, params, list(pieces), options, policy, None, known, trains=False)
+        return _Run(model, forward, layout, params, list(pieces), options, policy, known, trains=False)
 
     return _walked("fs.evaluate", make, layout, lambda run: run.sums(None))
 
@@ -180,7 +179,6 @@ class _Run:
     pieces: list[Tree]
     options: RunOptions
     policy: Policy
-    scale: float | Tensor | None
     known: Messages
     trains: bool = True
 
@@ -322,7 +320,7 @@ class _Run:
         tape.context.end_forward()
         if last:
             total, count = out if isinstance(out, tuple) else (out, 1.0)
-            total = scaled_loss(total, self.scale)
+            total = scaled_loss(total, self.options.scale)
             flight.outputs = [total if total.requires_grad else None]
             self.losses.append((total.detach(), count))
         else:
@@ -479,14 +477,8 @@ class _Run:
         terms = torch.zeros(2, dtype=torch.float64, device=self.device)
         for total, count in self.losses:
             terms += torch.stack((total.double(), torch.as_tensor(count, dtype=torch.float64, device=self.device)))
-        terms[1] = refused_if_full(terms[1], self.notes)
-        axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
-        if agreement is not None:
-            terms = torch.cat((terms, agreement.as_term(terms.device).reshape(1)))
-        totals = start_sum(terms, axis_group(self.layout.mesh, axes), torch.float64).wait()
-        if agreement is not None:
-            agreement.summed(totals[2], axes)
-        return totals[0].float(), totals[1].float()
+        sums = global_sums(terms[0], terms[1], self.notes, self.layout.mesh, agreement, ("pp",))
+        return sums[0].float(), sums[1].float()
 
 
 def _head(params: Tree) -> Tree:

@@ -21,7 +21,7 @@ class RunOptions:
 
     precision: Precision = FP32  # dtypes of compute, wire and gradients, and formats of weights
     key: Tensor | None = None  # int64[2], for stochastic rounding
-    scale: Tensor | None = None  # factor of the loss (float32, 0-d), without which fp16 gradients underflow; None is 1
+    scale: float | Tensor | None = None  # factor of the loss, without which fp16 gradients underflow; None is 1
     microbatch: int = 0  # index of this call among those with the same key
     prefetch_depth: int = 1  # number of units to gather ahead of the one that computes, in forward and backward
     caller: str = "fs.value_and_grad"  # the public function named in the error if a rank is lost

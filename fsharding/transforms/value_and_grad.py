@@ -44,7 +44,7 @@ from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.unit_plan import GradTarget
 
 __all__ = [
-    "GradFn", "Loss", "LossAndGrads", "Tape", "agreement_of_call", "global_loss", "is_divisor",
+    "GradFn", "Loss", "LossAndGrads", "Tape", "agreement_of_call", "global_loss", "global_sums", "is_divisor",
     "loss_and_grads", "refuse_backward", "results_text", "value_and_grad", "without_gradients",
 ]  # fmt: skip
 
@@ -116,7 +116,8 @@ class _Loss(NamedTuple):
     """A loss function's result, taken apart."""
 
     total: Tensor
-    count: Tensor | None
+    count: Tensor  # float64, 0-d; 1 without one
+    counted: bool  # the loss function returned a count
     aux: Any
 
 
@@ -243,12 +244,12 @@ def loss_and_grads(
                 first.look(loss.total, tape.context, [*tape.inputs.values()])
             if loss.total.requires_grad and tape.trains:
                 tape.backward([loss.total])
-            totals = _global_sums(loss, notes, tape.mesh, agreement(tape.mesh))
+            totals = global_sums(loss.total, loss.count, notes, tape.mesh, agreement(tape.mesh))
             local = tape.finish()
     except BaseException:
         tape.context.close(failed=True)
         raise
-    return LossAndGrads(totals[0], totals[1], loss.count is not None, loss.aux, tape.as_tree(local))
+    return LossAndGrads(totals[0], totals[1], loss.counted, loss.aux, tape.as_tree(local))
 
 
 def global_loss(
@@ -452,22 +453,22 @@ def _on(mesh: Mesh | None) -> Any:
     return set_mesh(mesh) if mesh is not None else torch.enable_grad()
 
 
-def _take_apart(result: Any, has_aux: bool, scale: Tensor | None) -> _Loss:
+def _take_apart(result: Any, has_aux: bool, scale: float | Tensor | None) -> _Loss:
     if has_aux and (not is_pair(result) or isinstance(result, Loss)):
         mend = "Return (loss, aux), or leave has_aux out."
         raise TransformError(message(f"needs (loss, aux); got {results_text(result)}.", mend=mend))
     loss, aux = result if has_aux else (result, None)
-    total, count = loss if is_pair(loss) else (loss, None)
-    is_number = count is None or isinstance(count, int | float) or (isinstance(count, Tensor) and not count.ndim)
+    total, given = loss if is_pair(loss) else (loss, None)
+    count = 1 if given is None else given
+    is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and not count.ndim)
     if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
         rule = f"needs a loss that is a 0-d floating point tensor, or (sum, count); got {results_text(loss)}."
         raise TransformError(message(rule, mend=_mend(total)))
-    if count is not None:
-        if isinstance(count, Tensor):
-            count = count.to(total.device, torch.float64).detach()
-        else:
-            count = torch.full((), count, dtype=torch.float64, device=total.device)
-    return _Loss(scaled_loss(total, scale), count, aux)
+    if isinstance(count, Tensor):
+        count = count.to(total.device, torch.float64).detach()
+    else:
+        count = torch.full((), count, dtype=torch.float64, device=total.device)
+    return _Loss(scaled_loss(total, scale), count, given is not None, aux)
 
 
 def _mend(total: Any) -> str:
@@ -486,15 +487,20 @@ def results_text(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _global_sums(loss: _Loss, notes: Sequence[Tensor], mesh: Mesh | None, agreement: StepAgreement | None) -> Tensor:
-    """Return (sum, count) over all data ranks, float64[2]; with an agreement, its summed bits are third."""
-    device = loss.total.device
-    count = torch.ones((), dtype=torch.float64, device=device) if loss.count is None else loss.count
-    also = () if agreement is None else (agreement.as_term(device),)
-    terms = torch.stack((loss.total.detach().double(), refused_if_full(count, notes), *also))
+def global_sums(
+    total: Tensor,
+    count: Tensor,  # float64, 0-d
+    notes: Sequence[Tensor],  # of `watching_capacity`
+    mesh: Mesh | None,
+    agreement: StepAgreement | None,
+    more_axes: Sequence[str] = (),
+) -> Tensor:
+    """Return (sum, count) over data and more axes, float64[2]; with an agreement, its summed bits are third."""
+    also = () if agreement is None else (agreement.as_term(total.device),)
+    terms = torch.stack((total.detach().double(), refused_if_full(count, notes), *also))
     if mesh is None:
         return terms
-    axes = tuple(sorted(data_axes(mesh), key=AXES.index))
+    axes = tuple(sorted((*data_axes(mesh), *more_axes), key=AXES.index))
     totals = start_sum(terms, axis_group(mesh, axes), torch.float64).wait()
     if agreement is not None:
         agreement.summed(totals[2], axes)
