@@ -10,11 +10,11 @@ from fsharding.base import _compat, tree
 from fsharding.base.tree import Tree
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import prefetch_depth
-from fsharding.transforms.gather_unit import UnitsAhead, select_unit
+from fsharding.transforms.gather_unit import UnitsAhead, gather_unit, select_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.scan import scan_units
 
-__all__ = ["first_unit", "first_units", "map_stacks", "scan_stacks", "stacks_of"]
+__all__ = ["first_unit", "map_stacks", "run_parts", "scan_stacks", "stacks_of"]
 
 
 def stacks_of(model: Any) -> tuple[tuple[str, Callable[..., Any]], ...]:
@@ -43,18 +43,23 @@ def first_unit(model: Any, blocks: Tree, after: Tree = None) -> Tree:
 
 
 @_compat.outside_of_graphs
-def first_units(model: Any, blocks: Tree, after: Tree = None) -> UnitsAhead:
-    """Return the units to gather ahead: the first of all stacks, then `after`."""
-    return _first(_parts(model, blocks), UnitsAhead.of(after))
-
-
-@_compat.outside_of_graphs
 def _first(stacks: Sequence[Tree], after: UnitsAhead) -> UnitsAhead:
+    """Return the units to gather ahead: the first of these stacks, then those in `after`."""
     return UnitsAhead(itertools.islice(itertools.chain(_in_order(stacks), after), prefetch_depth()))
 
 
 def _in_order(stacks: Sequence[Tree]) -> Iterator[Tree]:
     return (select_unit(stack, i) for stack in stacks for i in range(tree.leaves(stack)[0].shape[0]))
+
+
+def run_parts(model: Any, params: Tree, x: Any, batch: Tree, *, head: Tree, policy: Policy) -> Any:
+    """Run the parts of a model whose parameters are given: embed, blocks and head, which has the tied leaves too."""
+    blocks = params["blocks"]
+    if "embed" in params:
+        next_unit = _first(_parts(model, blocks), UnitsAhead.of(head))
+        x = model.embed(gather_unit(params["embed"], next_unit=next_unit), batch)
+    x = scan_stacks(model, blocks, x, policy=policy, next_unit=head)
+    return x if head is None else model.head(gather_unit(head), x, batch)
 
 
 def scan_stacks(

@@ -26,7 +26,7 @@ from fsharding.formats.precision import Precision, scaled_loss
 from fsharding.mesh.backends import has_fake_backend
 from fsharding.mesh.device_mesh import axis_group, axis_index, set_mesh
 from fsharding.mesh.failures import among, naming_lost
-from fsharding.models.stacks import first_unit, first_units, scan_stacks
+from fsharding.models.stacks import first_unit, run_parts
 from fsharding.ops.capacity import watching_capacity
 from fsharding.pipeline.actions import Action
 from fsharding.pipeline.lowering import late
@@ -36,7 +36,7 @@ from fsharding.pipeline.stages import check_ends
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of
 from fsharding.transforms import policies
-from fsharding.transforms.gather_unit import gather_unit, prefetch_unit
+from fsharding.transforms.gather_unit import prefetch_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.value_and_grad import Tape, global_sums
@@ -222,13 +222,8 @@ class _Run:
         assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
         return tape
 
-    def _forward(self, stage: int, params: Tree, x: Any, batch: Tree) -> Any:
-        head = _head(params)
-        blocks = params["blocks"]
-        if stage == 0:
-            x = self.model.embed(gather_unit(params["embed"], next_unit=first_units(self.model, blocks, head)), batch)
-        x = scan_stacks(self.model, blocks, x, policy=self.policy, next_unit=head)
-        return x if head is None else self.model.head(gather_unit(head), x, batch)
+    def _forward(self, params: Tree, *x_and_batch: Any) -> Any:
+        return run_parts(self.model, params, *x_and_batch, head=_head(params), policy=self.policy)
 
     # ------------------------------------------------------------------------------------------------------- actions
     def walk(self) -> None:
@@ -315,7 +310,7 @@ class _Run:
         flight = self.flights[stage, m] = _Flight(tape, x_leaves)
         x = None if spec is None else tree.unflatten(spec, x_leaves)
         with watching_capacity() as notes:
-            out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
+            out = tape.forward(self._forward, x, self.pieces[m])
         self.notes += notes
         tape.context.end_forward()
         if last:
@@ -447,7 +442,7 @@ class _Run:
         with torch.no_grad(), set_mesh(self.layout.mesh), uncounted():
             x: Any = None
             for earlier in range(stage + 1):
-                x = self._forward(earlier, self.stage_state.stand_ins(earlier, self.device), x, self.pieces[m])
+                x = self._forward(self.stage_state.stand_ins(earlier, self.device), x, self.pieces[m])
         leaves, spec = tree.flatten(x)
         self.known[key] = spec, _shapes(leaves)
 

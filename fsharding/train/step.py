@@ -39,7 +39,7 @@ from fsharding.mesh.consistency import digest, facts_of
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, data_axes, everyone
 from fsharding.mesh.failures import naming_lost
 from fsharding.mesh.unit_order import COUNTED, SAME_KEYS, SAME_RATES
-from fsharding.models.stacks import first_units, scan_stacks
+from fsharding.models.stacks import run_parts
 from fsharding.ops.capacity import counting_drops
 from fsharding.optim.base import GradientTransformation, UpdateContext, where_finite
 from fsharding.optim.clip import square_sums
@@ -65,7 +65,6 @@ from fsharding.train.update import update_facts, updated
 from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, UNLIKE, PendingVerdict, Refusal, verdict_of
 from fsharding.transforms import policies
 from fsharding.transforms.first_call import FirstCall
-from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.value_and_grad import is_divisor, loss_and_grads, refuse_backward
@@ -159,10 +158,7 @@ def model_loss(
 
     def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
         head = {**params["head"], **{name: tree.at(params, path) for name, path in model.tied}}
-        blocks = params["blocks"]
-        x = model.embed(gather_unit(params["embed"], next_unit=first_units(model, blocks, head)), batch)
-        x = scan_stacks(model, blocks, x, policy=policy, next_unit=head)
-        return model.head(gather_unit(head), x, batch)
+        return run_parts(model, params, None, batch, head=head, policy=policy)
 
     return loss_fn
 
