@@ -122,6 +122,7 @@ class GatherContext:
     ) -> None:
         precision = options.precision
         nodes = [leaf.node for leaf in leaves.values()]
+        # Not in `leaves`: notes of the order of collectives have the paths, and outlive the call.
         self.paths = {i: leaf.path for i, leaf in leaves.items()}
         self._targets = {i: leaf.target for i, leaf in leaves.items()}
         self.compute_dtype = precision.compute_dtype  # maps a stored dtype to the one that the loss function sees
@@ -173,7 +174,7 @@ class GatherContext:
     def index_of(self, value: Tensor) -> LeafIndex | None:
         """Return the index of a shard in the parameter tree; None for other tensors."""
         known = self._index.get(id(value))
-        return known[1] if known is not None and known[0] is value else None
+        return None if known is None else known[1]
 
     def indices_of(self, nodes: Iterable[Local]) -> tuple[LeafIndex, ...] | None:
         """Return the leaves of a unit in the parameter tree; None if one of them isn't a shard of the tree."""

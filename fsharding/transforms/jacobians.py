@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from fsharding.base import tree
 from fsharding.base.errors import TransformError, message
 from fsharding.base.public import check_function, public
 from fsharding.base.tree import Tree
-from fsharding.sharding.named_sharding import Local, typeof
+from fsharding.sharding.named_sharding import Local, opened, typeof
 from fsharding.sharding.partition_spec import P
 
 __all__ = ["hessian", "jacfwd"]
@@ -60,18 +59,17 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
     def run(params: Tree, *args: Any) -> Tree:
         leaves, spec = tree.flatten(params)
         _check(tree.named_leaves(params))
-        values = tuple(x.value if isinstance(x, Local) else x for x in leaves)
-        out_spec: Any = None
+        values, closed = opened(params)
+        nodes: list[Any] = []
+        structure: Any = None
 
         def flat(*values: Tensor) -> tuple[Tensor, ...]:
-            nonlocal out_spec
-            filled = [replace(x, value=v) if isinstance(x, Local) else v for x, v in zip(leaves, values, strict=True)]
-            result, structure = tree.flatten(fn(tree.unflatten(spec, filled), *args))
-            out_spec = structure, [x if isinstance(x, Local) else None for x in result]
-            return tuple(x.value if isinstance(x, Local) else x for x in result)
+            nonlocal nodes, structure
+            nodes, structure = tree.flatten(fn(closed(values), *args))
+            return tuple(x.value if isinstance(x, Local) else x for x in nodes)
 
         def push(*tangents: Tensor) -> tuple[Tensor, ...]:
-            return cast("tuple[Tensor, ...]", torch.func.jvp(flat, values, tangents)[1])
+            return cast("tuple[Tensor, ...]", torch.func.jvp(flat, tuple(values), tangents)[1])
 
         sizes = [math.prod(x.shape) for x in leaves]
         own = [_indices(x) for x in leaves]
@@ -79,7 +77,6 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
         for first in range(0, sum(sizes), chunk_size):
             last = min(first + chunk_size, sum(sizes))
             columns.append(torch.vmap(push)(*_seeds(values, own, sizes, first, last)))
-        structure, nodes = out_spec
         joined = [torch.cat(parts).movedim(0, -1).split(sizes, -1) for parts in zip(*columns, strict=True)]
         rows = [
             tree.unflatten(spec, [_block(part, node, x.shape) for part, x in zip(parts, leaves, strict=True)])
@@ -177,10 +174,10 @@ def _seeds(
     return seeds
 
 
-def _block(part: Tensor, node: Local | None, shape: Sequence[int]) -> Local | Tensor:
+def _block(part: Tensor, node: Local | Tensor, shape: Sequence[int]) -> Local | Tensor:
     """Give the columns of one leaf their shape, and make them a node if the rows are one."""
     value = part.unflatten(-1, tuple(shape)) if shape else part.squeeze(-1)
-    if node is None:
+    if not isinstance(node, Local):
         return value
     sharding = node.sharding
     padded = P(*(sharding.spec.axes(dim) for dim in range(len(node.shape))), *(None,) * len(shape))

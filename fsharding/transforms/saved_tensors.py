@@ -91,7 +91,7 @@ class SavedTensors:
         """Replace a view of a gathered buffer or of decoded values by its place; keep other tensors."""
         storage = _compat.storage_id(x)
         values = self._values.get(storage)
-        if values is not None and not values.storage.expired() and x.dtype == values.dtype:
+        if values is not None and x.dtype == values.dtype:
             return functools.partial(self._decoded, values, *_view(x))
         known = self._watched.get(storage)
         if known is None or known.unit.kept:

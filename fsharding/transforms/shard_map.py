@@ -21,6 +21,7 @@ from fsharding.mesh.device_mesh import Mesh, abstract, set_mesh
 from fsharding.mesh.failures import order_here
 from fsharding.sharding.named_sharding import Local, hides_owners, to_local, typeof
 from fsharding.sharding.partition_spec import P
+from fsharding.transforms.gather_unit import local_nodes
 
 __all__ = ["shard_map"]
 
@@ -69,9 +70,8 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
         if _functorch.in_functorch():
             mend = "Transform the function inside: fs.shard_map(torch.func.grad(f))."
             raise TransformError(message("cannot run under a torch.func transform.", mend=mend))
-        flat, spec = tree.flatten((args, kwargs))
         _check(tree.named_leaves((args, kwargs)))
-        nodes = [to_local(x) if isinstance(x, DTensor) else x for x in flat]
+        nodes, spec = local_nodes((args, kwargs))
         here = mesh or next((x.sharding.mesh for x in nodes if isinstance(x, Local)), None)
         given_args, given_kwargs = tree.unflatten(spec, nodes)
         order = order_here()
