@@ -260,7 +260,7 @@ def _is_mean(total: Tensor, count: float) -> bool:
 
 # -------------------------------------------------------------------------------------------------------------- casts
 def refuse_bare_casts(
-    outputs: Sequence[Tensor] | Sequence[GradientEdge], fn: Callable[..., Any], part: Hashable = None
+    outputs: Sequence[Tensor] | Sequence[GradientEdge], fn: Callable[..., Any], part: Hashable
 ) -> None:
     """Refuse a graph with differentiated casts to 8 bits; each part of a function is inspected once."""
     checks = _checks_of(inspect.unwrap(fn))

@@ -44,8 +44,8 @@ from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.unit_plan import GradTarget
 
 __all__ = [
-    "GradFn", "Loss", "LossAndGrads", "Tape", "agreement_of_call", "global_loss", "global_sums", "is_divisor",
-    "loss_and_grads", "refuse_backward", "results_text", "value_and_grad", "without_gradients",
+    "GradFn", "Loss", "LossAndGrads", "Tape", "global_loss", "global_sums", "is_divisor", "loss_and_grads",
+    "refuse_backward", "results_text", "value_and_grad", "without_gradients",
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ class _CallAgreement(StepAgreement):
         self.refuse_unlike()
 
 
-def agreement_of_call(mesh: Mesh | None) -> StepAgreement | None:
+def _agreement_of_call(mesh: Mesh | None) -> StepAgreement | None:
     """Make the comparison of units between data ranks for a call outside of a train step; None without data axes."""
     return None if mesh is None or not data_axes(mesh) else _CallAgreement(mesh, axes=data_axes(mesh))
 
@@ -229,7 +229,7 @@ def loss_and_grads(
     *,
     has_aux: bool,
     # Makes the comparison of ranks whose bits are summed along with loss and count.
-    agreement: Callable[[Mesh | None], StepAgreement | None] = agreement_of_call,
+    agreement: Callable[[Mesh | None], StepAgreement | None] = _agreement_of_call,
     first: FirstCall | None = None,
 ) -> LossAndGrads:
     """Run a loss function forward and backward; `first` checks the loss in between."""
@@ -292,15 +292,15 @@ class Tape:
         _refuse_transforms(params)
         precision = options.precision
         self._once_for = once_for
-        self._leaves, self._spec = tree.flatten(params)
+        given, self._spec = tree.flatten(params)
         self._shardings = self._like_leaves("grads", to.shardings, _as_parameter)
         self._accumulated = self._like_leaves("accumulate", to.accumulate, None)
-        triples = zip(self._leaves, self._shardings, self._accumulated, strict=True)
+        triples = zip(given, self._shardings, self._accumulated, strict=True)
         self._targets = [_target(leaf, sharding, x, precision) for leaf, sharding, x in triples]
         self.trains = any(target is not None for target in self._targets)
         # All gradients end in the memory of `accumulate`.
         self.adds_in_place = all(target is None or target.accumulated == target.sharding for target in self._targets)
-        pairs = zip(self._leaves, self._targets, strict=True)
+        pairs = zip(given, self._targets, strict=True)
         self._local = [_local(leaf, target is not None) for leaf, target in pairs]
         values = ((i, x.value if isinstance(x, Local) else x) for i, x in enumerate(self._local))
         self.inputs = {i: x for i, x in values if isinstance(x, Tensor) and x.requires_grad}
@@ -324,7 +324,7 @@ class Tape:
     def _like_leaves(self, name: str, given: Tree, default: Any) -> list[Any]:
         """Return the entries of a tree like the parameters, by number of the leaf; without a tree the default."""
         if given is None:
-            return [default] * len(self._leaves)
+            return [default] * self._spec.num_leaves
         return tree.flatten_up_to(self._spec, given, ("params", name))
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -375,9 +375,9 @@ class Tape:
         reduced = self.context.finish()
         return [
             reduced.get(i)
-            if isinstance(self._local[i], Local)
+            if isinstance(x, Local)
             else _plain_grad(self._direct.get(i), x, self._targets[i], self._accumulated[i])
-            for i, x in enumerate(self._leaves)
+            for i, x in enumerate(self._local)
         ]
 
     def as_tree(self, grads: Sequence[Tensor | None]) -> Tree:
