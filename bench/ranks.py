@@ -27,6 +27,7 @@ from bench.rounds import cell, in_turn, print_rows
 from fsharding.base import _compat
 from fsharding.base.errors import ConfigError, report
 from fsharding.comm.bucket import plan_bucket
+from fsharding.comm.leaf_wires import UnitWire
 from fsharding.comm.wires import Plain
 from fsharding.formats.precision import Sums
 from fsharding.mesh.rendezvous import under_launcher
@@ -122,7 +123,7 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
 
     def of_row(leaf: LeafLayout) -> UnitLeaf:
         target = GradTarget(leaf.main.drop(), leaf.init)
-        return UnitLeaf(leaf.params.drop(), leaf.shape[1:], leaf.init, Plain(leaf.init), target)
+        return UnitLeaf(leaf.params.drop(), leaf.shape[1:], leaf.init, UnitWire(Plain(leaf.init)), target)
 
     def plan(level: _Level) -> None:
         layout = plan_layout(draws, mesh, strategy=zero(level), names=first_dims(model.names))

@@ -57,12 +57,12 @@ class TreeLeaf(NamedTuple):
 
 
 class UnitWire(NamedTuple):
-    """The wires of a leaf of a unit; see `UnitLeaf`."""
+    """The wires of a leaf of a unit."""
 
-    wire: Wire
-    terms: Wire | None = None  # wire of the partial gradients; None uses the wire of later sums
-    again: Wire | None = None
-    seen: Callable[[Tensor], WholeLeaf] | None = None
+    wire: Wire  # of its gather
+    terms: Wire | None = None  # of the terms of the first sum, which isn't native then; None: as for later sums
+    again: Wire | None = None  # of a second gather, for backward, besides or instead of the first
+    seen: Callable[[Tensor], WholeLeaf] | None = None  # from its node to what the loss function sees; None: the node
 
 
 class _OfNumbers(NamedTuple):

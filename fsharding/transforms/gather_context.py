@@ -28,7 +28,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -308,12 +308,7 @@ class GatherContext:
         misaligned = place.row is not None and not aligned
         away = tier_of(leaf.value, self._device.type) is not DEVICE
         sent = self._wires.gather(place, leaf.shape, compute)
-        if target is not None and sent.terms is not None:
-            target = replace(target, first_wire=sent.terms)
-        return UnitLeaf(
-            leaf.sharding, leaf.shape, stored, sent.wire, target, copied=misaligned or away,
-            again=sent.again, seen=sent.seen,
-        )  # fmt: skip
+        return UnitLeaf(leaf.sharding, leaf.shape, stored, sent, target, copied=misaligned or away)
 
     def _note_gathers(self, unit: GatheredUnit, gathers: int) -> None:
         """Note that the all-gathers of a unit start now, and count those that send something."""

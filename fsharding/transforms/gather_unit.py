@@ -21,7 +21,7 @@ from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket import Slot
 from fsharding.comm.leaf_memory import here
-from fsharding.comm.leaf_wires import LeafIndex
+from fsharding.comm.leaf_wires import LeafIndex, UnitWire
 from fsharding.comm.wires import Plain
 from fsharding.mesh.call_stacks import site_here
 from fsharding.mesh.failures import order_here
@@ -176,7 +176,10 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
         return result
     _note_plain(nodes)
     plan = plan_unit(
-        tuple(UnitLeaf(n.sharding, n.shape, v.dtype, Plain(v.dtype), None) for n, v in zip(nodes, values, strict=True))
+        tuple(
+            UnitLeaf(n.sharding, n.shape, v.dtype, UnitWire(Plain(v.dtype)), None)
+            for n, v in zip(nodes, values, strict=True)
+        )
     )
     # `pvary` changes no value; its transpose is the sum over ranks that the gradient of a replicated leaf needs.
     for i, _ in plan.aliases:
@@ -317,7 +320,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
         mend = "Pass gradients with respect to the result of fs.gather_unit(like); None for a leaf without one."
         raise LayoutError(message("got gradients that do not have the shapes of gathered leaves.", rows, mend))
     plans = tuple(
-        UnitLeaf(nodes[i].sharding, nodes[i].shape, given[i].dtype, Plain(given[i].dtype),
+        UnitLeaf(nodes[i].sharding, nodes[i].shape, given[i].dtype, UnitWire(Plain(given[i].dtype)),
                  GradTarget(nodes[i].sharding, wide(given[i].dtype)))
         for i in chosen
     )  # fmt: skip

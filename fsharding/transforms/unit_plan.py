@@ -18,9 +18,10 @@ from torch import Tensor
 
 from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.base.scoped import scoped
+from fsharding.comm.leaf_wires import UnitWire
 from fsharding.comm.move import Move
 from fsharding.comm.steps import LeafSteps, begins_with_sum, kinds_of, steps_of
-from fsharding.comm.wires import Plain, WholeLeaf, Wire
+from fsharding.comm.wires import Plain, WholeLeaf
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding import boxes
@@ -55,8 +56,6 @@ class GradTarget:
     sharding: NamedSharding  # sharding of the reduced gradient
     dtype: torch.dtype  # dtype of the sum and of the result
     wire: Plain | None = None  # wire of gradients and partial sums; None: their own dtypes
-    # Wire of the terms of the first sum, if different; then no sum of the leaf is native.
-    first_wire: Wire | None = None
     accumulated: NamedSharding | None = None  # sharding of the gradients of earlier microbatches; None without any
     native: bool = False  # use the backend's reductions
     # The leaf's assignments, which `sharding` omits; its slices may differ in size between ranks.
@@ -85,14 +84,11 @@ class UnitLeaf(NamedTuple):
     sharding: NamedSharding  # sharding in the state
     shape: tuple[int, ...]  # global shape
     stored: torch.dtype  # dtype in the state
-    wire: Wire  # wire format of its gather
+    sent: UnitWire
     target: GradTarget | None  # None for a frozen leaf
     # It is copied into a buffer even if it is full: it isn't on the device, or it is a row of a stack that isn't
     # aligned like a fresh tensor, on which kernels may round differently.
     copied: bool = False
-    again: Wire | None = None  # wire of a second gather, for backward, besides or instead of the first
-    # Converts the leaf's node in the graph to what the loss function sees; default: the node.
-    seen: Callable[[Tensor], WholeLeaf] | None = None
 
 
 class UnitGather(NamedTuple):
@@ -129,7 +125,7 @@ class UnitPlan:
     aliases: tuple[tuple[int, torch.dtype], ...]  # leaves used without a gather, and the dtype of their use
     reductions: tuple[ReduceBucket, ...]
     large: tuple[LargeLeaf, ...]
-    seen: tuple[tuple[int, Callable[[Tensor], WholeLeaf]], ...]  # `UnitLeaf.seen` of the leaves that have one
+    seen: tuple[tuple[int, Callable[[Tensor], WholeLeaf]], ...]  # `UnitWire.seen` of the leaves that have one
     again: tuple[tuple[int, ...], UnitPlan] | None  # leaves that have a second gather, and the plan of their unit
 
     @functools.cached_property
@@ -161,11 +157,11 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
         for slot, leaf in enumerate(bucket.leaves)
         if _elements(leaves[leaf]) >= large
     )
-    seen = tuple((i, leaf.seen) for i, leaf in enumerate(leaves) if leaf.seen is not None)
+    seen = tuple((i, leaf.sent.seen) for i, leaf in enumerate(leaves) if leaf.sent.seen is not None)
     second = {
-        i: leaf._replace(wire=leaf.again, target=None, again=None, seen=None)
+        i: leaf._replace(sent=UnitWire(leaf.sent.again), target=None)
         for i, leaf in enumerate(leaves)
-        if leaf.again is not None
+        if leaf.sent.again is not None
     }
     again = (tuple(second), plan_unit(tuple(second.values()))) if second else None
     return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, seen, again)
@@ -192,20 +188,21 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[UnitGather, ...],
         steps = steps_of(leaf.sharding, whole(leaf.sharding), leaf.shape)
         assert [step.kind for step in steps.steps] in ([], ["gather"]), "data axes shard one dim of a leaf"
         axes = steps.steps[0].axes if steps.steps else ()
-        parts = steps.parts(leaf.wire)
-        is_itself = parts.dtype == leaf.wire.dtype == leaf.stored and not leaf.copied
+        wire = leaf.sent.wire
+        parts = steps.parts(wire)
+        is_itself = parts.dtype == wire.dtype == leaf.stored and not leaf.copied
         if axes or (leaf.shape and not is_itself):
             # All leaves of a bucket view its received buffer, or all are decoded into one buffer.
-            kind = (leaf.wire.dtype, parts.dtype, parts.decoded is None, leaf.again is not None)
+            kind = (wire.dtype, parts.dtype, parts.decoded is None, leaf.sent.again is not None)
             result.setdefault((axes, leaf.sharding.data_axes, *kind), []).append((i, steps))
         else:
-            aliases.append((i, leaf.wire.dtype))
+            aliases.append((i, wire.dtype))
     gathers: list[UnitGather] = []
     for members in result.values():
         numbers = tuple(i for i, _ in members)
-        wires = tuple(leaves[i].wire for i in numbers)
+        wires = tuple(leaves[i].sent.wire for i in numbers)
         move = Move(leaves[0].sharding.mesh, tuple(steps for _, steps in members), wires, wires[0].dtype)
-        gathers.append(UnitGather(numbers, move, leaves[numbers[0]].again is not None))
+        gathers.append(UnitGather(numbers, move, leaves[numbers[0]].sent.again is not None))
     return tuple(gathers), tuple(aliases)
 
 
@@ -218,11 +215,11 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         middle = target.accumulated or target.sharding
         early = steps_of(unreduced(leaf.sharding), middle, leaf.shape)
         late = steps_of(middle, target.sharding, leaf.shape)
-        first = target.first_wire if begins_with_sum(early.steps or late.steps) else None
+        first = leaf.sent.terms if begins_with_sum(early.steps or late.steps) else None
         native = target.native and first is None
         # A native sum adds in the dtype that is sent, so terms need the sum's dtype; ordered sums widen terms first.
         sums = Plain((target.wire or target).dtype, native)
-        terms = sums if target.wire or native else Plain(leaf.wire.dtype)
+        terms = sums if target.wire or native else Plain(leaf.sent.wire.dtype)
         wires = (first or terms, sums) if early.steps else (terms, first or sums)
         key = kinds_of(early.steps), kinds_of(late.steps), target.dtype, *wires
         result.setdefault(key, []).append((i, early, late))

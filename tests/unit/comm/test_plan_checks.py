@@ -7,6 +7,7 @@ import torch
 
 import fsharding as fs
 from fsharding.comm.bucket import check_bucket, plan_bucket
+from fsharding.comm.leaf_wires import UnitWire
 from fsharding.comm.reshard_plan import MovedLeaf, check_routes, plan_routes
 from fsharding.comm.wires import Plain
 from fsharding.transforms.unit_plan import UnitLeaf, plan_unit
@@ -41,7 +42,7 @@ def test_a_reshard_fills_each_target_once():
 
 def test_a_unit_has_each_leaf_in_one_bucket():
     cut, dtype = fs.NamedSharding(MESH, fs.P("dp")), torch.float32
-    plan = plan_unit(tuple(UnitLeaf(cut, shape, dtype, Plain(dtype), None) for shape in ((4, 2), (6,))))
+    plan = plan_unit(tuple(UnitLeaf(cut, shape, dtype, UnitWire(Plain(dtype)), None) for shape in ((4, 2), (6,))))
     assert plan.outline
     (gather,) = plan.gathers
     for gathers in ((gather, gather), (gather._replace(leaves=(0, 2)),)):
