@@ -350,7 +350,8 @@ class GatherContext:
     @contextmanager
     def active(self) -> Generator[None]:
         """Inside the block, `gather_unit` finds this context, and autograd saves places in buffers, not leaves."""
-        with scoped(_context, self), self.saved.hooked(), self._wires.noting(self.saved.note_values):
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.saved.pack, self.saved.unpack)
+        with scoped(_context, self), hooks, self._wires.noting(self.saved.note_values):
             yield
 
     def end_forward(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -57,10 +56,6 @@ class SavedTensors:
         self._keeper: OnHost | None = None
         self._watched: dict[int, _Watched] = {}
         self._values: dict[int, _Values] = {}
-
-    def hooked(self) -> AbstractContextManager[None]:
-        """Make autograd save the results of `pack` inside the `with` block."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def enter(self, *, offloads: bool) -> None:
         """Begin a unit, whose activations stay on the device or are offloaded."""

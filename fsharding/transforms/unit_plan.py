@@ -55,7 +55,7 @@ class GradTarget:
 
     sharding: NamedSharding  # sharding of the reduced gradient
     dtype: torch.dtype  # dtype of the sum and of the result
-    wire: Plain | None = None  # wire of gradients and partial sums; None: their own dtypes
+    reduce_dtype: torch.dtype | None = None  # in which gradients and partial sums are sent; None: their own
     accumulated: NamedSharding | None = None  # sharding of the gradients of earlier microbatches; None without any
     native: bool = False  # use the backend's reductions
     # The leaf's assignments, which `sharding` omits; its slices may differ in size between ranks.
@@ -218,8 +218,8 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         first = leaf.sent.terms if begins_with_sum(early.steps or late.steps) else None
         native = target.native and first is None
         # A native sum adds in the dtype that is sent, so terms need the sum's dtype; ordered sums widen terms first.
-        sums = Plain((target.wire or target).dtype, native)
-        terms = sums if target.wire or native else Plain(leaf.sent.wire.dtype)
+        sums = Plain(target.reduce_dtype or target.dtype, native)
+        terms = sums if target.reduce_dtype or native else Plain(leaf.sent.wire.dtype)
         wires = (first or terms, sums) if early.steps else (terms, first or sums)
         key = kinds_of(early.steps), kinds_of(late.steps), target.dtype, *wires
         result.setdefault(key, []).append((i, early, late))

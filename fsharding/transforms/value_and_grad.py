@@ -27,7 +27,6 @@ from fsharding.comm.leaf_memory import copied, scaled
 from fsharding.comm.leaf_wires import TreeLeaf, check_patterns, wires_of
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
-from fsharding.comm.wires import Plain
 from fsharding.formats.precision import FP32, Precision, check_precision, scaled_loss
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
@@ -425,11 +424,10 @@ def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) ->
     before = to_local(accumulated).sharding if isinstance(accumulated, DTensor) else None
     before = None if before is None else replace(before, memory=wanted.memory)
     dtype = precision.grad_dtype(leaf.dtype)
-    wire = None if precision.reduce_dtype is None else Plain(precision.reduce_dtype)
     native = precision.sums_natively(leaf.device_mesh.device_type)
     # On the slice of the mesh that owns a leaf, its gradient is reduced and sharded like any other.
     there = wanted.slice_of_mesh().simplified()
-    return GradTarget(there, dtype, wire, accumulated=before, native=native, assigned=wanted.assigned)
+    return GradTarget(there, dtype, precision.reduce_dtype, accumulated=before, native=native, assigned=wanted.assigned)
 
 
 def _as_dtensor(grad: Tensor, target: GradTarget | None, x: Local, sharding: Any) -> DTensor:
