@@ -314,8 +314,8 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
     result: list[Any] = list(given)
     chosen = [i for i, node in enumerate(nodes) if isinstance(node, Local) and given[i] is not None]
-    named = tree.paths(like)
     if odd := [i for i in chosen if not _fits(given[i], nodes[i])]:
+        named = tree.paths(like)
         rows = [f"{named[i]} is {typeof(nodes[i])}, gathered {_full(nodes[i])}; got {_kind(given[i])}" for i in odd]
         mend = "Pass gradients with respect to the result of fs.gather_unit(like); None for a leaf without one."
         raise LayoutError(message("got gradients that do not have the shapes of gathered leaves.", rows, mend))

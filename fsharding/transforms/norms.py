@@ -5,8 +5,6 @@ Each element of the full leaves counts once, on every mesh and under every strat
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -55,7 +53,7 @@ def _vdot(a: Tree, b: Tree, shardings: Tree) -> Tensor:
         (value, sharding, slices), (other, theirs, _) = _opened(x), _opened(right[path])
         dtypes.add(value.dtype)
         owners = known[path]
-        owned_alike = owners is None or replace(owners, assigned=()).simplified() == sharding
+        owned_alike = owners is None or owners.slice_of_mesh().simplified() == sharding
         if sharding != theirs or value.shape != other.shape or (sharding and sharding.partial) or not owned_alike:
             why = ", unreduced" * (sharding is not None and sharding.partial != ())
             why += "" if owned_alike else f", where shardings= has {owners}"
@@ -132,7 +130,7 @@ def _opened(x: object) -> tuple[Tensor, NamedSharding | None, tuple[str, ...]]:
     """Return the local tensor of a leaf, its sharding, and the axes along which ranks hold different slices of it."""
     node = to_local(x) if isinstance(x, DTensor) else x
     if isinstance(node, Local):
-        return here(node), replace(node.sharding, assigned=()).simplified(), node.slices
+        return here(node), node.sharding.slice_of_mesh().simplified(), node.slices
     if not isinstance(node, Tensor):
         mend = "Pass trees of tensors; use None for a leaf to leave out."
         raise TreeError(message(f"got a leaf of type {type(node).__name__}.", mend=mend))
