@@ -173,7 +173,7 @@ def stack_units(units: Sequence[Tree]) -> Tree:
     if rows:
         mend = "Pass units that differ to fs.scan_units as a list."
         raise TreeError(message("needs units with equal shapes and dtypes.", rows, mend))
-    return tree.map(lambda *leaves: torch.stack(leaves), *units)
+    return _stack(units)
 
 
 @public
@@ -240,5 +240,5 @@ def _rows(xs: Tree, length: int | None) -> Iterator[Tree]:
     return (tree.unflatten(spec, [leaf[i] for leaf in leaves]) for i in range(count))
 
 
-def _stack(ys: list[Tree]) -> Tree:
+def _stack(ys: Sequence[Tree]) -> Tree:
     return tree.map(lambda *leaves: torch.stack(cast(Any, leaves)), *ys) if ys else None

@@ -112,7 +112,7 @@ NEEDED = {
     ("state_copies.py:take", "compute"),  # it is on the device
     ("collectives.py:run", "compute"),  # a sum of gradients that are in no unit
     ("executor.py:_guard", "compute"),  # a stage has received what it computes with
-    *((name, "compute") for name in ("clip.py:square_sums", "executor.py:sums", "value_and_grad.py:_global_sums")),
+    *((name, "compute") for name in ("clip.py:square_sums", "value_and_grad.py:global_sums")),
 }
 IMPLIED = {
     ("gather_context.py:__init__", "gather"),  # each gather waits for later work; it has the stream join a graph
