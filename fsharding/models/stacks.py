@@ -14,7 +14,7 @@ from fsharding.transforms.gather_unit import UnitsAhead, gather_unit, select_uni
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.scan import scan_units
 
-__all__ = ["first_unit", "map_stacks", "run_parts", "scan_stacks", "stacks_of"]
+__all__ = ["map_stacks", "parts", "run_parts", "scan_stacks", "stacks_of", "units_in_order"]
 
 
 def stacks_of(model: Any) -> tuple[tuple[str, Callable[..., Any]], ...]:
@@ -24,7 +24,8 @@ def stacks_of(model: Any) -> tuple[tuple[str, Callable[..., Any]], ...]:
     return tuple((f"blocks.{name}", block) for name, block in model.block.items())
 
 
-def _parts(model: Any, blocks: Tree) -> list[Tree]:
+def parts(model: Any, blocks: Tree) -> list[Tree]:
+    """Return the parameters of each stack of a model, in order."""
     return [blocks] if callable(model.block) else [blocks[name] for name in model.block]
 
 
@@ -35,20 +36,15 @@ def map_stacks(model: Any, fn: Callable[[int, Tree], Tree], blocks: Tree) -> Tre
     return {name: fn(i, blocks[name]) for i, name in enumerate(model.block)}
 
 
-# A pipeline stage may have no rows of a stack, so the unit gathered next can be in any later stack.
 @_compat.outside_of_graphs
-def first_unit(model: Any, blocks: Tree, after: Tree = None) -> Tree:
-    """Return the first unit of all stacks; `after` if the stacks are empty."""
-    return next(_in_order(_parts(model, blocks)), after)
-
-
-@_compat.outside_of_graphs
-def _first(stacks: Sequence[Tree], after: UnitsAhead) -> UnitsAhead:
+def _first(stacks: Sequence[Tree], after: Tree) -> UnitsAhead:
     """Return the units to gather ahead: the first of these stacks, then those in `after`."""
-    return UnitsAhead(itertools.islice(itertools.chain(_in_order(stacks), after), prefetch_depth()))
+    return UnitsAhead(itertools.islice(itertools.chain(units_in_order(stacks), UnitsAhead.of(after)), prefetch_depth()))
 
 
-def _in_order(stacks: Sequence[Tree]) -> Iterator[Tree]:
+# A pipeline stage may have no rows of a stack, so the unit gathered next can be in any later stack.
+def units_in_order(stacks: Sequence[Tree]) -> Iterator[Tree]:
+    """Select the units of stacks one by one."""
     return (select_unit(stack, i) for stack in stacks for i in range(tree.leaves(stack)[0].shape[0]))
 
 
@@ -56,8 +52,7 @@ def run_parts(model: Any, params: Tree, x: Any, batch: Tree, *, head: Tree, poli
     """Run the parts of a model whose parameters are given: embed, blocks and head, which has the tied leaves too."""
     blocks = params["blocks"]
     if "embed" in params:
-        next_unit = _first(_parts(model, blocks), UnitsAhead.of(head))
-        x = model.embed(gather_unit(params["embed"], next_unit=next_unit), batch)
+        x = model.embed(gather_unit(params["embed"], next_unit=_first(parts(model, blocks), head)), batch)
     x = scan_stacks(model, blocks, x, policy=policy, next_unit=head)
     return x if head is None else model.head(gather_unit(head), x, batch)
 
@@ -97,8 +92,7 @@ def scan_stacks(
         >>> int(count)
         8
     """
-    stacks = _parts(model, blocks)
-    ahead = UnitsAhead.of(next_unit)
+    stacks = parts(model, blocks)
     for i, (_, block) in enumerate(stacks_of(model)):
-        carry = scan_units(block, stacks[i], carry, policy=policy, next_unit=_first(stacks[i + 1 :], ahead))
+        carry = scan_units(block, stacks[i], carry, policy=policy, next_unit=_first(stacks[i + 1 :], next_unit))
     return carry

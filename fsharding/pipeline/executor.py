@@ -26,7 +26,7 @@ from fsharding.formats.precision import Precision, scaled_loss
 from fsharding.mesh.backends import has_fake_backend
 from fsharding.mesh.device_mesh import axis_group, axis_index, set_mesh
 from fsharding.mesh.failures import among, naming_lost
-from fsharding.models.stacks import first_unit, run_parts
+from fsharding.models.stacks import parts, run_parts, units_in_order
 from fsharding.ops.capacity import watching_capacity
 from fsharding.pipeline.actions import Action
 from fsharding.pipeline.lowering import late
@@ -300,7 +300,9 @@ class _Run:
             flight.tape.context.prefetch_backward()
 
     def _first(self, stage: int, params: Tree) -> Tree:
-        return params["embed"] if stage == 0 else first_unit(self.model, params["blocks"], _head(params))
+        if stage == 0:
+            return params["embed"]
+        return next(units_in_order(parts(self.model, params["blocks"])), _head(params))
 
     def _f(self, stage: int, m: int) -> None:
         last = stage == self.schedule.stages - 1

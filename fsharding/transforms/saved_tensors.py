@@ -84,6 +84,7 @@ class SavedTensors:
 
     def pack(self, x: Tensor) -> Saved:
         """Replace a view of a gathered buffer or of decoded values by its place; keep other tensors."""
+        # An id that is a key belongs to the storage noted with it, since the weak reference keeps it from being reused.
         storage = _compat.storage_id(x)
         values = self._values.get(storage)
         if values is not None and x.dtype == values.dtype:

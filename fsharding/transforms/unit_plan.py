@@ -216,6 +216,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         early = steps_of(unreduced(leaf.sharding), middle, leaf.shape)
         late = steps_of(middle, target.sharding, leaf.shape)
         first = leaf.sent.terms if begins_with_sum(early.steps or late.steps) else None
+        # A sum whose terms have a wire of their own is never native.
         native = target.native and first is None
         # A native sum adds in the dtype that is sent, so terms need the sum's dtype; ordered sums widen terms first.
         sums = Plain(target.reduce_dtype or target.dtype, native)
