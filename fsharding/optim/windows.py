@@ -309,7 +309,8 @@ class _Windows:
         if kind is None and all(path in self._casts for path in params):
             casts = {path.removeprefix(_PARAMS): like(self._named[path], x) for path, x in self._casts.items()}
             self._around.leave(self._copies[False].leaving, casts)
-        else:  # these parameters are read next
+        else:
+            # The next forward gathers these parameters, and the host may read them: only a step knows of copies.
             self._copies[False].close()
 
     def fetch(self, window: _Window) -> Callable[[], _Values]:

@@ -449,6 +449,7 @@ class TrainStep:
         precision.check_state(layout.precision)
         if schedule is not None:
             precision.check_stages()
+        # A pipeline has no place between units at which all activations of a step begin to be freed.
         copies = copies_of(layout) if schedule is None else AT_ONCE
         without_devices = on_mesh(layout, abstract(layout.mesh))
         return StepPlan(without_devices, layout.in_flight(precision), schedule, check == "sync", copies)
