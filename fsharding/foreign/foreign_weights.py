@@ -39,7 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 _FUNCTION = "fs.foreign.open_weights"
-_WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
+_WRAPPERS = re.compile(r"^(module\.(_orig_mod\.)?|_orig_mod\.(module\.)?)")  # a second module. is the model's own
 _ORDERED = "collections.OrderedDict"
 # Limits of the values in a file: their nesting, and their number beyond one per byte of the pickle.
 _DEPTH, _FREE_VALUES = 100, 10_000
@@ -114,7 +114,7 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
     """Open the weights at a path and list their tensors, without reading them.
 
     Names of a nested state dict are joined by dots: `{"model": {"w": ...}}` has `model.w`. The prefixes of DDP and
-    torch.compile (`module.`, `_orig_mod.`) are removed, nested ones too. If `config.json` in the directory has a
+    torch.compile (`module.`, `_orig_mod.`) are removed, in any order. If `config.json` in the directory has a
     `quantization_config` of block-wise fp8, values and scales appear as one float32 tensor; other quantizations raise.
 
     Args:

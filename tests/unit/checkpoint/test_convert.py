@@ -102,7 +102,7 @@ def test_the_state_dict_of_a_wrapped_module_has_the_names_of_the_module(tmp_path
     assert {*fs.foreign.open_weights(tmp_path / "weights").leaves} == {*model.state_dict()}
 
 
-@pytest.mark.parametrize("prefix", ["module._orig_mod.", "_orig_mod.module.", "_orig_mod.module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["module._orig_mod.", "_orig_mod.module."])
 def test_nested_wrappers_leave_the_names_of_the_module(prefix, tmp_path):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict()
     wrapped = {f"{prefix}{name}": x for name, x in model.items()}
@@ -115,9 +115,9 @@ def test_nested_wrappers_leave_the_names_of_the_module(prefix, tmp_path):
     assert torch.equal(out, model["0.weight"])
 
 
-def test_removing_many_prefixes_takes_time_in_proportion_to_the_name(tmp_path):
-    torch.save({"module." * (1 << 18) + "w": torch.ones(1)}, tmp_path / "w")
-    assert [*fs.foreign.open_weights(tmp_path / "w").leaves] == ["w"]
+def test_a_module_of_the_model_may_be_called_as_a_wrapper_is(tmp_path):
+    torch.save({"module.module.w": torch.ones(1)}, tmp_path / "w")
+    assert [*fs.foreign.open_weights(tmp_path / "w").leaves] == ["module.w"]
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
