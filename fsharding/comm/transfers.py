@@ -132,7 +132,7 @@ _in_flight: weakref.WeakSet[InFlight] = weakref.WeakSet()
 
 
 class Between:
-    """Copies of a call that are started between its units; the base class starts none, and frees those of others."""
+    """Copies of a call that are started between its units; the base class starts none, and frees what others left."""
 
     def forward(self) -> None:
         """Note that forward begins with a unit."""

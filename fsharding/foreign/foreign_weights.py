@@ -141,7 +141,7 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
 
 
 def weights_at(path: StrPath, prefix: str = "", *, mend: str = "", records: dict[str, Place] | None = None) -> Weights:
-    """Open weights like `open_weights`, for another public function; `records` gets those of a DCP directory."""
+    """Open weights like `open_weights`, for another public function; `records` gets the records of a DCP directory."""
     check_local(path)
     where = Path(path)
     try:
@@ -476,7 +476,7 @@ def _named(pairs: Pairs, path: str) -> dict[str, Any]:
         if str(key) in items:
             raise ValueError(f"two entries have the name {path}.{key}" if path else f"two entries have the name {key}")
         items[str(key)] = value
-    common = os.path.commonprefix([*items])  # noqa: RUF071  # of characters is what is meant
+    common = os.path.commonprefix([*items])  # noqa: RUF071  # by characters
     wrapped = len(common) - len(_WRAPPERS.sub("", common))
     return {key[wrapped:]: value for key, value in items.items()}
 

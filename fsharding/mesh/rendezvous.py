@@ -58,7 +58,7 @@ def local_variables() -> dict[str, str]:
 
 
 def place_variables(rank: int, ranks: int) -> dict[str, str]:
-    """Return the variables that tell a process which of the ranks of this machine it is."""
+    """Return the variables by which a process finds its place among the ranks of this machine."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     return {name: str(number) for name, number in places.items()}
 

@@ -39,6 +39,8 @@ Piece: TypeAlias = tuple[str, tuple[int, int] | None]
 class UpdateCopies:
     """The copies of updates; this class begins them with an update, and the host waits for them at its end."""
 
+    __slots__ = ()
+
     @contextmanager
     def running(self, held: Mapping[str, Tree], leaving: InFlight | None) -> Generator[None]:
         """Run a step inside the `with` block: `state` and `params` of its update, and their copies in flight."""
@@ -58,7 +60,7 @@ class UpdateCopies:
         return False
 
     def take(self, piece: Piece) -> Tensor:
-        """Return a piece that `has` said is there; the current stream waits for it."""
+        """Return a piece for which `has` is true; the current stream waits for it."""
         raise KeyError(piece)
 
     def most(self, leaving: InFlight) -> int:
@@ -101,10 +103,9 @@ def copies_of(layout: Layout) -> UpdateCopies:
 class _StateCopies(UpdateCopies, Between):
     """Copies that begin before an update and end after it."""
 
-    # `_windows` has the pieces of the last update, in its order. `_here` has pieces that are on the device, or on their
-    # way. `_forward` and `_backward` have what was allocated, without copies of the state, when a unit began and when
-    # backward had left one; `_before` has those of the step before, whose batches were probably as large.
-    # Parameters on the device are cast from main ones that are updated there, which then needn't be read again.
+    # `_windows` has the pieces of the last update, in its order; `_here` has pieces that are on the device, or coming.
+    # `_forward` and `_backward` have what was allocated, without copies of the state, when a unit began, and when
+    # backward had left one; `_before` has both lists of the step before. `_casts` has parameters from main ones.
 
     def __init__(self, device: torch.device, layout: Layout) -> None:
         self._device = device
@@ -151,7 +152,6 @@ class _StateCopies(UpdateCopies, Between):
         self._is_last = last
         return self
 
-    # ------------------------------------------------------------------------------------------------ between units
     def forward(self) -> None:
         """See `Between`: make room for the activations of a unit, as many bytes as in the step before."""
         if self._runs:
@@ -191,7 +191,6 @@ class _StateCopies(UpdateCopies, Between):
         """Return the most bytes that were allocated without copies of the state, in the step before or in this one."""
         return max([*itertools.chain(*self._before), *self._forward, *self._backward], default=0)
 
-    # ------------------------------------------------------------------------------------------------------- update
     def plan(self, window: Mapping[Piece, int]) -> None:
         """See `UpdateCopies`."""
         self._leaving.shrink()

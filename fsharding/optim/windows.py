@@ -215,7 +215,7 @@ class _Copies:
     """Copies of groups of leaves, to the device or host that updates them and back, one group in at a time."""
 
     # `_coming` is the group in flight, without `_later`, by name: leaves that their tier has to read first. `leaving`
-    # has what was sent, and `most` says how much of it may stay where it was updated. If the update runs on the host,
+    # has what was sent, and `most` limits what may stay where it was updated. If the update runs on the host,
     # the host waits for copies from the device.
 
     def __init__(self, device: torch.device, most: Callable[[InFlight], int], *, on_host: bool) -> None:
@@ -310,7 +310,7 @@ class _Windows:
             casts = {path.removeprefix(_PARAMS): like(self._named[path], x) for path, x in self._casts.items()}
             self._around.leave(self._copies[False].leaving, casts)
         else:
-            # The next forward gathers these parameters, and the host may read them: only a step knows of copies.
+            # The next forward gathers these parameters, and the host may read them without a wait.
             self._copies[False].close()
 
     def fetch(self, window: _Window) -> Callable[[], _Values]:
@@ -370,9 +370,8 @@ class _Windows:
         """Cast updated rows of a parameter, if it is needed on the device."""
         dtype = self._around.cast(path.removeprefix(_PARAMS)) if path.startswith(_PARAMS) else None
         if dtype is not None:
-            whole = local_of(self._named[path])
             if path not in self._casts:
-                self._casts[path] = DEVICE.empty(tuple(whole.shape), dtype, x.device)
+                self._casts[path] = DEVICE.empty(tuple(local_of(self._named[path]).shape), dtype, x.device)
             self._casts[path][slice(*rows) if rows else ...].copy_(x)
 
     def _rows(self, path: str, window: _Window) -> Rows | None:

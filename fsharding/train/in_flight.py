@@ -51,7 +51,7 @@ def copies_in_flight(state: Any) -> InFlight | None:
 
 
 def carry(state: Any, to: Any) -> None:
-    """Note on a state that shares fields with another that they are in flight as well."""
+    """Note that the fields which a state shares with a new one are in flight there as well."""
     known = _unread(state)
     if known is not None and any(x is not None and x is vars(to).get(name) for name, x in known.fields.items()):
         left_in_flight(to, known.copies)
@@ -63,7 +63,7 @@ def arrived(state: Any) -> bool:
     if known is not None:
         known.copies.settle()
         with lock:
-            # Fields first, so that another thread that reads one finds it here or in flight.
+            # Fields first, so that a thread that reads one finds it here or in flight.
             if _unread(state) is known:
                 vars(state).update(known.fields)
                 vars(state).pop(_IN_FLIGHT)
