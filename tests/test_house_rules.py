@@ -309,7 +309,7 @@ LINES = {
     "formats": 1_635,
     "mesh": 3_299,
     "sharding": 3_441,
-    "comm": 5_162,
+    "comm": 5_159,
     "ops": 3_033,
     "transforms": 4_289,
     "optim": 3_741,

@@ -80,7 +80,7 @@ class DeviceStreams(Streams):
     @contextmanager
     def on(self, name: StreamName) -> Generator[None]:
         before = self._compute
-        self._compute = self._current() if before is None else before
+        self._compute = self.current() if before is None else before
         try:
             with devices.on_stream(self._streams[name]):
                 yield
@@ -89,17 +89,14 @@ class DeviceStreams(Streams):
 
     def record(self, of: str) -> torch.Event:
         event = torch.Event(self._device)
-        event.record(self._current())
+        event.record(self.current())
         return event
 
-    def current(self) -> torch.Stream:
-        return self._current()
-
     def wait(self, event: torch.Event, on: torch.Stream | None = None) -> None:
-        (self._current() if on is None else on).wait_event(event)
+        (self.current() if on is None else on).wait_event(event)
 
     def wait_all(self) -> None:
-        current = self._current()
+        current = self.current()
         for stream in (self._compute or current, self._streams["gather"], self._streams["reduce"]):
             if stream != current:
                 current.wait_stream(stream)
@@ -112,7 +109,7 @@ class DeviceStreams(Streams):
     def allocated(self) -> int:
         return torch.accelerator.memory_allocated(self._device)
 
-    def _current(self) -> torch.Stream:
+    def current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)
 
 
